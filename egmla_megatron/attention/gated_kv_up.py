@@ -1,0 +1,120 @@
+"""kv = LayerNorm(W_UKV c * W_UE e): the module in the `linear_kv_up_proj` slot of an MLA spec."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
+
+__all__ = ["GATES", "GatedKVUp", "layer_norm_over_tp"]
+
+# S sequence, B batch, N = heads * (nope + v) / TP columns of this rank, D gate embedding width
+
+# name of ModelConfig.gate -> (up-projected latent, gate) -> gated; a new variant is one line here
+GATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"mul": torch.mul, "add": torch.add}
+
+
+def layer_norm_over_tp(x_SBN: Tensor, weight_N: Tensor, bias_N: Tensor, eps: float, group: ProcessGroup) -> Tensor:
+    """LayerNorm over the columns of all ranks of `group`, in fp32; weight and bias are this rank's columns.
+
+    Ranks share mean and variance through one all-reduce of three numbers per token. The variance is
+    combined from rank-local variances and means (Chan's formula), which does not cancel as E[x^2] - E[x]^2.
+    """
+    x = x_SBN.float()
+    mean, variance = x.mean(-1), x.var(-1, unbiased=False)
+    local = torch.stack([mean, variance, mean * mean])
+    # every rank uses the sum, so the gradient of the sum is again summed over ranks: reduce, then copy
+    total = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(local, group), group)
+    mean, variance, mean_square = (total / group.size()).unbind()
+    variance = variance + (mean_square - mean * mean)
+    normed = (x - mean[..., None]) * torch.rsqrt(variance[..., None] + eps)
+    return (normed * weight_N.float() + bias_N.float()).to(x_SBN.dtype)
+
+
+class GatedKVUp(MegatronModule):
+    """Up-projection of the latent, gate, and LayerNorm over all heads (paper equations 2 to 5, appendix C).
+
+    The layer sets `gate_embedding` for the length of one forward and clears it: nothing that belongs to a
+    micro-batch outlives the call, which recomputation with two micro-batches in flight depends on.
+
+    Args:
+        input_size: kv_lora_rank.
+        output_size: heads * (qk_nope_head_dim + v_head_dim), over all TP ranks.
+        config: transformer config with kv_emb_dim, gate, gate_norm, gate_norm_eps.
+        tp_group: tensor-parallel group; the columns are split over it.
+        up: class of the column-parallel up-projection (megatron-core's or Transformer Engine's).
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: Any,
+        tp_group: ProcessGroup,
+        up: type,
+        name: str | None = None,
+        **linear: Any,
+    ) -> None:
+        super().__init__(config)
+        self.tp_group = tp_group
+        self.combine = GATES[config.gate]
+        self.up = up(input_size, output_size, config=config, tp_group=tp_group, name=name, **linear)
+        columns = output_size // tp_group.size()
+        self.gate_proj_weight = self._parameter(columns, config.kv_emb_dim)
+        torch.nn.init.normal_(self.gate_proj_weight, std=config.kv_emb_dim**-0.5)
+        self.own = ["gate_proj_weight"]
+        if config.gate_norm:
+            self.gate_norm_weight, self.gate_norm_bias = self._parameter(columns), self._parameter(columns)
+            torch.nn.init.ones_(self.gate_norm_weight)
+            torch.nn.init.zeros_(self.gate_norm_bias)
+            self.own += ["gate_norm_weight", "gate_norm_bias"]
+        self.gate_embedding: Tensor | None = None
+
+    def _parameter(self, *shape: int) -> Parameter:
+        device = torch.device("cpu") if self.config.use_cpu_initialization else torch.cuda.current_device()
+        parameter = Parameter(torch.empty(*shape, dtype=self.config.params_dtype, device=device))
+        set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+        return parameter
+
+    def forward(self, latent: Tensor) -> tuple[Tensor, None]:
+        """Normed latent [S,B,kv_lora_rank] ([S/TP,...] under sequence parallelism) -> kv [S,B,N]."""
+        if self.gate_embedding is None:
+            raise RuntimeError("GatedKVUp.forward without a gate embedding: call it through EGMLATransformerLayer")
+        up_SBN, _ = self.up(latent)
+        # no all-reduce of the input gradient over TP: the exchange's adjoint, or the expert-data-parallel
+        # sum of the table's gradient at W = 1, adds the ranks' parts
+        gate_SBN = F.linear(self.gate_embedding, self.gate_proj_weight)
+        return self._norm(self.combine(up_SBN, gate_SBN)), None
+
+    def _norm(self, x_SBN: Tensor) -> Tensor:
+        if not self.config.gate_norm:
+            return x_SBN
+        eps = self.config.gate_norm_eps
+        if self.tp_group.size() == 1:
+            return F.layer_norm(x_SBN, x_SBN.shape[-1:], self.gate_norm_weight, self.gate_norm_bias, eps)
+        return layer_norm_over_tp(x_SBN, self.gate_norm_weight, self.gate_norm_bias, eps, self.tp_group)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """Own parameters split on axis 0 over TP, plus those of the up-projection under `up.`."""
+        state = dict(self.up.sharded_state_dict(f"{prefix}up.", sharded_offsets, metadata))
+        own = {name: getattr(self, name) for name in self.own}
+        groups = {"tp_group": self.tp_group, "dp_cp_group": (metadata or {}).get("dp_cp_group")}
+        state.update(
+            make_sharded_tensors_for_checkpoint(own, prefix, dict.fromkeys(own, 0), sharded_offsets, **groups)
+        )
+        return state

@@ -1,0 +1,113 @@
+"""MLA self-attention with a gate embedding, and the transformer layer that hands it over.
+
+Both are subclasses for a layer spec: no method of megatron-core is copied or rebound.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
+from torch import Tensor
+
+from egmla_megatron.attention.token_table import take_layer
+
+__all__ = ["EGMLASelfAttention", "EGMLATransformerLayer"]
+
+# S sequence, B batch, L layers of the stage, D gate embedding width
+
+
+class EGMLASelfAttention(MLASelfAttention):
+    """MLA self-attention for all variants; gated when its `linear_kv_up_proj` is a GatedKVUp.
+
+    It also mends two faults of megatron-core 0.19.2 that concern plain MLA as well (see the methods).
+    """
+
+    gate_embedding: Tensor | None = None
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        """The spec's own modules. megatron-core would invent a q norm when q_lora_rank is None, and
+        `qk_layernorm=True` doubles the q norm's gradient under TP without sequence parallelism."""
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        return {name: getattr(submodules, name) for name in names}
+
+    def _qkv_down_projection(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Down-projections whose RoPE part is summed over TP in backward.
+
+        Each TP rank's heads send their own gradient into the shared RoPE key. megatron-core gathers it with
+        a backward that only splits, so the sum over ranks is lost (RoPE rows of linear_kv_down_proj).
+        """
+        q, kv = super()._qkv_down_projection(hidden_states)
+        config, group = self.config, self.tp_group
+        if group.size() == 1:
+            return q, kv
+        if kv.size(-1) != config.kv_lora_rank + config.qk_pos_emb_head_dim:
+            kv = gather_from_tensor_model_parallel_region(kv, group)
+        elif config.sequence_parallel:
+            return q, kv  # duplicated linear on sequence shards: megatron-core's own gather reduces
+        if config.sequence_parallel:  # sends megatron-core into its branch with the reducing gather
+            return q, scatter_to_sequence_parallel_region(kv, group)
+        latent, rope = kv.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
+        return q, torch.cat([latent, copy_to_tensor_model_parallel_region(rope, group)], dim=-1)
+
+    def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As the parent's, with the gate embedding in place for the length of the call.
+
+        Recomputed up-projections take the embedding as an explicit argument of the checkpointed function:
+        read from the module it would be the wrong micro-batch's when backward runs.
+        """
+        if self.gate_embedding is None:
+            return super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
+        if not self.recompute_up_proj:
+            return self._gated(self.gate_embedding, hidden_states, *args, **kwargs)
+
+        def qkv(hidden: Tensor, gate_embedding: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            self.recompute_up_proj = False  # the parent must not checkpoint once more inside
+            try:
+                return self._gated(gate_embedding, hidden, *args, **kwargs)[:3]  # type: ignore[no-any-return]
+            finally:
+                self.recompute_up_proj = True
+
+        self.qkv_up_checkpoint = CheckpointWithoutOutput(fp8=None)
+        query, key, value = self.qkv_up_checkpoint.checkpoint(qkv, hidden_states, self.gate_embedding)
+        return query, key, value, None, None
+
+    def _gated(self, gate_embedding: Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.linear_kv_up_proj.gate_embedding = gate_embedding
+        try:
+            return super().get_query_key_value_tensors(*args, **kwargs)
+        finally:
+            self.linear_kv_up_proj.gate_embedding = None
+
+
+class EGMLATransformerLayer(TransformerLayer):
+    """A transformer layer that takes its gate embedding from `context` and passes the rest on.
+
+    `context` is an explicit argument of every layer and of megatron-core's checkpointed forward, so
+    recomputation and pipelining see the right micro-batch by construction.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        offset = get_transformer_layer_offset(self.config, kwargs.get("vp_stage"), self.pg_collection.pp.rank())
+        self.index_in_stage = self.layer_number - 1 - offset
+
+    def forward(self, *args: Any, context: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """hidden states [S,B,H] and context, the stage's gate embeddings [S,B,L,D] -> both, for the next layer."""
+        if context is None:
+            raise RuntimeError("EGMLATransformerLayer needs context=gate embeddings: call it through EGMLAModel")
+        gate_embedding, context = take_layer(context, self.index_in_stage)
+        self.self_attention.gate_embedding = gate_embedding
+        try:
+            hidden, _ = super().forward(*args, context=None, **kwargs)
+        finally:
+            self.self_attention.gate_embedding = None
+        return hidden, context

@@ -1,0 +1,154 @@
+"""RunConfig -> megatron-core's transformer, DDP and optimizer configurations. The only place that maps names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from egmla_megatron.config.schema import RunConfig
+
+__all__ = ["EGMLATransformerConfig", "ddp_config", "optimizer_config", "transformer_config"]
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass
+class EGMLATransformerConfig(MLATransformerConfig):
+    """megatron-core's MLA configuration with the gate (names and units as in `ModelConfig`)."""
+
+    kv_emb_dim: int = 0
+    gate: str = "none"
+    gate_norm: bool = True
+    gate_norm_eps: float = 1e-5
+    gate_table_init_std: float = 1.0
+    sdpa_backend: str = "math"
+
+
+@dataclass
+class MHATransformerConfig(TransformerConfig):
+    """megatron-core's configuration with the SDPA backend of our core attention."""
+
+    sdpa_backend: str = field(default="math")
+
+
+def _common(cfg: RunConfig, implementation: str, sdpa_backend: str) -> dict[str, Any]:
+    """What MLA and MHA share. All fusions that need apex, or a GPU that may not be there, stay off."""
+    model, train, parallel = cfg.model, cfg.train, cfg.parallel
+    dtype = DTYPES[train.precision]
+    te = implementation == "te"
+    recompute: dict[str, Any] = {}
+    if train.recompute == "full":
+        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    elif train.recompute == "selective":
+        modules = ["mla_up_proj"] if model.attention == "mla" else ["core_attn"]
+        recompute = {"recompute_granularity": "selective", "recompute_modules": modules}
+    return {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "ffn_hidden_size": model.intermediate_size,
+        "hidden_dropout": model.hidden_dropout,
+        "attention_dropout": model.attention_dropout,
+        "init_method_std": model.init_std,
+        "bf16": train.precision == "bf16",
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "autocast_dtype": dtype,
+        "attention_softmax_in_fp32": True,
+        "tensor_model_parallel_size": parallel.tensor,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "context_parallel_size": parallel.context,
+        "sequence_parallel": parallel.sequence,
+        "use_cpu_initialization": not torch.cuda.is_available(),
+        "deterministic_mode": False,  # megatron-core's switch only checks environment variables; see parallel.world
+        "bias_activation_fusion": te and train.precision == "bf16",
+        "bias_dropout_fusion": te and train.precision == "bf16",
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        "gradient_accumulation_fusion": False,
+        "cross_entropy_loss_fusion": te and train.precision == "bf16",
+        "cross_entropy_fusion_impl": "te" if te else "native",
+        "attention_backend": AttnBackend.fused if te else AttnBackend.auto,
+        "transformer_impl": "transformer_engine" if te else "local",
+        "sdpa_backend": sdpa_backend,
+        **recompute,
+    }
+
+
+def transformer_config(cfg: RunConfig, implementation: str, sdpa_backend: str) -> Any:
+    """megatron-core's transformer configuration.
+
+    Args:
+        implementation: "te" or "torch", resolved.
+        sdpa_backend: resolved name of the SDPA kernel, see `core_attention.choose_backend`.
+    """
+    model = cfg.model
+    common = _common(cfg, implementation, sdpa_backend)
+    if model.attention == "mha":
+        return MHATransformerConfig(
+            **common,
+            kv_channels=model.v_head_dim,
+            normalization="LayerNorm",
+            layernorm_epsilon=1e-5,
+            add_bias_linear=True,
+            activation_func=F.gelu,
+        )
+    return EGMLATransformerConfig(
+        **common,
+        normalization="RMSNorm",
+        layernorm_epsilon=model.rms_norm_eps,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        q_lora_rank=model.q_lora_rank or None,
+        kv_lora_rank=model.kv_lora_rank,
+        qk_head_dim=model.qk_nope_head_dim,
+        qk_pos_emb_head_dim=model.qk_rope_head_dim,
+        v_head_dim=model.v_head_dim,
+        rope_type="rope",
+        rotary_base=model.rope_theta,
+        apply_rope_fusion=False,  # the fused kernel needs yarn and a power of two of heads
+        qk_layernorm=False,  # the spec brings the norms, see EGMLASelfAttention._resolve_qk_norm_config
+        kv_emb_dim=model.kv_emb_dim,
+        gate=model.gate,
+        gate_norm=model.gate_norm,
+        gate_norm_eps=model.gate_norm_eps,
+        gate_table_init_std=model.gate_table_init_std,
+    )
+
+
+def ddp_config(cfg: RunConfig) -> DistributedDataParallelConfig:
+    """Gradients are reduced in fp32; NaN is handled by the step, which can skip, not by an assertion."""
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=cfg.optimizer.distributed,
+        overlap_grad_reduce=cfg.parallel.overlap_grad_reduce,
+        overlap_param_gather=cfg.parallel.overlap_param_gather,
+        check_for_nan_in_grad=False,
+    )
+
+
+def optimizer_config(cfg: RunConfig) -> OptimizerConfig:
+    """AdamW with fp32 master weights when the parameters are bf16."""
+    opt = cfg.optimizer
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=opt.lr,
+        min_lr=opt.lr * opt.min_lr_ratio,
+        weight_decay=opt.weight_decay,
+        adam_beta1=opt.beta1,
+        adam_beta2=opt.beta2,
+        adam_eps=opt.eps,
+        clip_grad=opt.clip_grad,
+        bf16=cfg.train.precision == "bf16",
+        params_dtype=DTYPES[cfg.train.precision],
+        use_distributed_optimizer=opt.distributed,
+        overlap_param_gather=cfg.parallel.overlap_param_gather,
+    )

@@ -1,0 +1,116 @@
+"""Builds the language model. The only file that knows megatron-core's GPTModel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor, nn
+
+from egmla_megatron.attention.core_attention import choose_backend
+from egmla_megatron.attention.token_table import GateTable
+from egmla_megatron.config.schema import RunConfig
+from egmla_megatron.config.to_mcore import transformer_config
+from egmla_megatron.errors import UserError
+from egmla_megatron.model.init import initialize_weights
+from egmla_megatron.model.spec import block_spec, choose_implementation
+from egmla_megatron.parallel.world import World
+
+__all__ = ["BuiltModel", "EGMLAModel", "build_model"]
+
+
+class EGMLAModel(GPTModel):
+    """GPTModel whose stage owns its layers' gating tables and hands the gate embeddings to the layers.
+
+    Args:
+        world: process groups; the gate group and its replicas place the table.
+        total_layers: layers of the whole model.
+        Others as GPTModel.
+    """
+
+    def __init__(self, config: Any, spec: Any, *, world: World, total_layers: int, **kwargs: Any) -> None:
+        super().__init__(config, spec, pg_collection=world.groups, **kwargs)
+        self.gate_table: GateTable | None = None
+        if getattr(config, "kv_emb_dim", 0):
+            pp_rank = world.groups.pp.rank()
+            self.gate_table = GateTable(
+                config,
+                vocab_size=self.vocab_size,
+                num_layers=len(self.decoder.layers),
+                layer_offset=get_transformer_layer_offset(config, None, pp_rank),
+                total_layers=total_layers,
+                group=world.gate,
+                replicas=world.gate_replicas,
+            )
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Tensor:
+        """ids [B,S] -> loss per token [B,S] with labels, else logits [B,S,vocab/TP] (last stage).
+
+        Every stage needs the ids: its own tables are looked up here, with one exchange per micro-batch.
+        """
+        if self.gate_table is not None:
+            kwargs["extra_block_kwargs"] = {"context": self.gate_table(input_ids)}
+        return super().forward(input_ids, position_ids, attention_mask, **kwargs)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """A model and what was chosen for it."""
+
+    module: EGMLAModel  # the bare model: parameters and sharded_state_dict
+    wrapped: nn.Module  # module, or a Float16Module around it for bf16
+    config: Any  # megatron-core transformer config; schedules read their hooks from it
+    implementation: str  # te or torch
+    attention_backend: str  # te_fused or an SDPA kernel
+
+
+def _resolve_attention(cfg: RunConfig, implementation: str) -> tuple[str, str]:
+    """(name to print, SDPA kernel for the torch core attention)."""
+    wanted = cfg.parallel.attention_backend
+    if implementation == "te":
+        if wanted not in ("auto", "te_fused"):
+            raise UserError(
+                f"parallel.attention_backend: got {wanted!r} with Transformer Engine, allowed auto, te_fused; "
+                "set parallel.implementation=torch to choose an SDPA kernel"
+            )
+        return "te_fused", "math"
+    model = cfg.model
+    equal = model.attention == "mha" or model.qk_nope_head_dim + model.qk_rope_head_dim == model.v_head_dim
+    cuda = torch.cuda.is_available()
+    kernel = choose_backend(wanted, cuda=cuda, precision=cfg.train.precision, equal_heads=equal)
+    return kernel, kernel
+
+
+def build_model(cfg: RunConfig, world: World) -> BuiltModel:
+    """Build this rank's part of the model on its device, with layout-independent initial weights."""
+    implementation = choose_implementation(cfg.parallel.implementation)
+    if implementation == "te" and cfg.train.precision == "fp32":
+        if cfg.parallel.implementation == "te":
+            raise UserError(
+                "train.precision: got fp32 with parallel.implementation=te, allowed bf16 (Transformer Engine has "
+                "no fused fp32 attention); set parallel.implementation=torch"
+            )
+        implementation = "torch"
+    backend, kernel = _resolve_attention(cfg, implementation)
+    config = transformer_config(cfg, implementation, kernel)
+    module = EGMLAModel(
+        config,
+        block_spec(config, implementation, world.groups.pp.rank()),
+        world=world,
+        total_layers=cfg.model.num_layers,
+        vocab_size=cfg.model.vocab_size,
+        max_sequence_length=cfg.model.max_position_embeddings,
+        pre_process=world.groups.pp.rank() == 0,
+        post_process=world.is_last_stage,
+        share_embeddings_and_output_weights=cfg.model.tie_word_embeddings,
+        position_embedding_type="learned_absolute" if cfg.model.attention == "mha" else "rope",
+        rotary_base=int(cfg.model.rope_theta),
+    )
+    module.to(device=world.device, dtype=config.params_dtype)
+    initialize_weights(module, cfg.model, cfg.run.seed, world)
+    wrapped = Float16Module(config, module) if cfg.train.precision == "bf16" else module
+    return BuiltModel(module, wrapped, config, implementation, backend)

@@ -1,0 +1,99 @@
+"""Initial weights that do not depend on the layout.
+
+Every tensor is drawn whole from a generator seeded by the run's seed and the tensor's global name, and each
+rank keeps its part: TP, PP, DP and W change nothing (on one kind of device).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from egmla_megatron.config.schema import ModelConfig
+from egmla_megatron.parallel.world import World
+
+__all__ = ["global_names", "initialize_weights", "weight_std"]
+
+TABLE = "gate_table.weight"
+EMBEDDING = "embedding.word_embeddings.weight"
+
+
+def global_names(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters with the layer's number in the model, not in the stage; a tied output layer is the embedding."""
+    for name, parameter in module.named_parameters():
+        if name == "output_layer.weight" and getattr(parameter, "shared_embedding", False):
+            name = EMBEDDING
+        parts = name.split(".")
+        if "layers" in parts:
+            at = parts.index("layers") + 1
+            layer = module.get_submodule(".".join(parts[: at + 1]))
+            parts[at] = str(int(layer.layer_number) - 1)
+        yield ".".join(parts), parameter
+
+
+def weight_std(name: str, model: ModelConfig) -> float | None:
+    """Standard deviation of a weight; None: a norm or bias, which keeps its constant.
+
+    Matrices that write into the residual stream are scaled by 1/sqrt(2 * layers) (GPT-2). The gate's
+    projection is scaled so that gates have std 1 (mul) or the std of the up-projected latent (add): with
+    0.02 throughout, the product's variance would be below the LayerNorm's eps.
+    """
+    if name.endswith("bias") or "norm" in name.rsplit(".", 2)[-2] or "norm_weight" in name:
+        return None
+    if name == TABLE:
+        return model.gate_table_init_std
+    if name.endswith("gate_proj_weight"):
+        gate_std = 1.0 if model.gate == "mul" else float(model.init_std * model.kv_lora_rank**0.5)
+        return gate_std / (model.gate_table_init_std * float(model.kv_emb_dim**0.5))
+    if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
+        return model.init_std / float((2 * model.num_layers) ** 0.5)
+    return model.init_std
+
+
+def _draw(name: str, shape: tuple[int, ...], std: float, seed: int, device: torch.device) -> Tensor:
+    generator = torch.Generator(device).manual_seed((seed * 1_000_003 + zlib.crc32(name.encode())) % 2**63)
+    return torch.empty(shape, device=device).normal_(0.0, std, generator=generator)
+
+
+def _part(full: Tensor, parameter: nn.Parameter, name: str, world: World) -> Tensor:
+    """This rank's part of a whole dense tensor."""
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return full
+    tp = world.groups.tp
+    halves = full.chunk(2, 0) if _is_gated_fc1(name, full, parameter) else (full,)
+    return torch.cat([half.chunk(tp.size(), parameter.partition_dim)[tp.rank()] for half in halves], 0)
+
+
+def _is_gated_fc1(name: str, full: Tensor, parameter: nn.Parameter) -> bool:
+    return name.endswith("mlp.linear_fc1.weight") and parameter.partition_dim == 0 and full.shape[0] % 2 == 0
+
+
+def _fill_table(parameter: nn.Parameter, model: ModelConfig, seed: int, world: World) -> None:
+    """One layer at a time: the whole table of a large model would not fit beside the model."""
+    vocab, layers, columns = parameter.shape
+    first = world.groups.pp.rank() * layers
+    begin = world.gate.rank() * columns
+    for layer in range(layers):
+        shape = (vocab, model.kv_emb_dim)
+        full = _draw(f"{TABLE}.{first + layer}", shape, model.gate_table_init_std, seed, parameter.device)
+        parameter[:, layer].copy_(full[:, begin : begin + columns])
+
+
+@torch.no_grad()
+def initialize_weights(module: nn.Module, model: ModelConfig, seed: int, world: World) -> None:
+    """Fill every weight of an `EGMLAModel` (or megatron-core GPTModel) in place."""
+    for name, parameter in global_names(module):
+        if name == TABLE:
+            _fill_table(parameter, model, seed, world)
+            continue
+        std = weight_std(name, model)
+        if std is None:
+            continue
+        shape = list(parameter.shape)
+        if getattr(parameter, "tensor_model_parallel", False):
+            shape[parameter.partition_dim] *= world.groups.tp.size()
+        full = _draw(name, tuple(shape), std, seed, parameter.device)
+        parameter.copy_(_part(full, parameter, name, world))

@@ -1,0 +1,109 @@
+"""The layer specs: which module sits in which slot of megatron-core's transformer layer.
+
+Plug EG-MLA into your own model:  `ModuleSpec = layer_spec(config, implementation)`  with an
+`EGMLATransformerConfig`, and pass the gate embeddings as `context` (see `model.build.EGMLAModel`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_submodules,
+    get_gpt_layer_with_transformer_engine_submodules,
+)
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from egmla_megatron.attention.core_attention import TorchCoreAttention
+from egmla_megatron.attention.gated_kv_up import GatedKVUp
+from egmla_megatron.attention.layer import EGMLASelfAttention, EGMLATransformerLayer
+from egmla_megatron.attention.norms import TorchLayerNorm, TorchRMSNorm
+from egmla_megatron.errors import UserError
+
+__all__ = ["block_spec", "choose_implementation", "layer_spec"]
+
+
+def choose_implementation(name: str) -> str:
+    """Resolve `parallel.implementation`: auto means Transformer Engine where it can run.
+
+    Raises:
+        UserError: te asked for and not importable, or no GPU.
+    """
+    importable = importlib.util.find_spec("transformer_engine") is not None
+    if name == "auto":
+        return "te" if importable and torch.cuda.is_available() else "torch"
+    if name == "te" and not (importable and torch.cuda.is_available()):
+        missing = "no CUDA device" if importable else "transformer_engine is not installed"
+        raise UserError(f"parallel.implementation=te: {missing}; use torch, or install the extra 'te' on a GPU machine")
+    return name
+
+
+def _mha_spec(config: Any, implementation: str) -> ModuleSpec:
+    if implementation == "te":
+        return ModuleSpec(module=TransformerLayer, submodules=get_gpt_layer_with_transformer_engine_submodules())
+    submodules = get_gpt_layer_local_submodules(normalization="LayerNorm")
+    attention = submodules.self_attention
+    attention = replace(attention, submodules=replace(attention.submodules, core_attention=TorchCoreAttention))
+    submodules = replace(
+        submodules, self_attention=attention, input_layernorm=TorchLayerNorm, pre_mlp_layernorm=TorchLayerNorm
+    )
+    return ModuleSpec(module=TransformerLayer, submodules=submodules)
+
+
+def _mla_parts(implementation: str) -> tuple[Any, type, Any, dict[str, Any]]:
+    """(layer submodules, column-parallel linear, norm, replacements in the attention's submodules)."""
+    if implementation == "te":
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
+
+        layer = get_gpt_layer_with_transformer_engine_submodules(multi_latent_attention=True, qk_layernorm=False)
+        return layer, TEColumnParallelLinear, TENorm, {}
+    layer = get_gpt_layer_local_submodules(multi_latent_attention=True, normalization="RMSNorm")
+    layer = replace(layer, input_layernorm=TorchRMSNorm, pre_mlp_layernorm=TorchRMSNorm)
+    return layer, ColumnParallelLinear, TorchRMSNorm, {"core_attention": TorchCoreAttention}
+
+
+def layer_spec(config: Any, implementation: str) -> ModuleSpec:
+    """The spec of one layer for an `EGMLATransformerConfig` (EG-MLA or, with gate none, plain MLA) or MHA.
+
+    Args:
+        implementation: "te" or "torch".
+    """
+    if not config.multi_latent_attention:
+        return _mha_spec(config, implementation)
+    layer, column_linear, norm, replaced = _mla_parts(implementation)
+    gated = config.gate != "none"
+    up = ModuleSpec(module=GatedKVUp, params={"up": column_linear}) if gated else column_linear
+    attention = replace(
+        layer.self_attention,
+        module=EGMLASelfAttention,
+        submodules=replace(
+            layer.self_attention.submodules,
+            linear_q_up_proj=column_linear,
+            linear_kv_up_proj=up,
+            q_layernorm=norm if config.q_lora_rank else IdentityOp,
+            kv_layernorm=norm,
+            **replaced,
+        ),
+    )
+    module = EGMLATransformerLayer if gated else TransformerLayer
+    return ModuleSpec(module=module, submodules=replace(layer, self_attention=attention))
+
+
+def block_spec(config: Any, implementation: str, pp_rank: int) -> TransformerBlockSubmodules:
+    """Specs of all layers of this pipeline stage and of the final norm."""
+    spec = layer_spec(config, implementation)
+    if implementation == "te":
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        norm: Any = TENorm
+    else:
+        norm = TorchRMSNorm if config.normalization == "RMSNorm" else TorchLayerNorm
+    count = get_num_layers_to_build(config, pp_rank=pp_rank)
+    return TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=norm)

@@ -1,0 +1,139 @@
+"""The ranks of a run: process groups, created once and passed explicitly from here on."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch.distributed import ProcessGroup
+
+from egmla_megatron.config.check import Layout
+from egmla_megatron.config.schema import RunConfig
+from egmla_megatron.parallel import cpu
+
+__all__ = ["World", "close_world", "open_world", "rank_environment", "seed_everything"]
+
+
+@dataclass(frozen=True)
+class World:
+    """Who this process is and which groups it belongs to."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    layout: Layout
+    groups: ProcessGroupCollection  # megatron-core's groups: tp, pp, cp, dp, ep, expt_dp, ...
+    gate: ProcessGroup  # gate group: W ranks that share one sharded table, own communicator
+    gate_replicas: ProcessGroup  # ranks with the same columns of the same tables
+    control: ProcessGroup  # gloo group of all ranks for flags and objects: never touches the GPU
+    store: Any  # key-value store of the rendezvous, for signs of life
+
+    @property
+    def is_first(self) -> bool:
+        """True on the rank that logs and writes."""
+        return self.rank == 0
+
+    @property
+    def dp_rank(self) -> int:
+        """Index among the ranks that read different data."""
+        return self.groups.dp.rank()
+
+    @property
+    def is_last_stage(self) -> bool:
+        """True where the loss is computed."""
+        return self.groups.pp.rank() == self.groups.pp.size() - 1
+
+
+def rank_environment() -> tuple[int, int, int]:
+    """(rank, world size, local rank) as torchrun sets them; a bare process is rank 0 of 1."""
+    if "RANK" not in os.environ:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def _choose_device(local_rank: int, deterministic: bool) -> torch.device:
+    if not torch.cuda.is_available():
+        cpu.install()
+        local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world))
+        return torch.device("cpu")
+    torch.cuda.set_device(local_rank)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    if deterministic:
+        torch.backends.cudnn.deterministic = True
+        torch.backends.cudnn.benchmark = False
+    return torch.device("cuda", local_rank)
+
+
+def _own_communicator(ranks_of_mine: list[int], size: int, timeout: timedelta) -> ProcessGroup:
+    """A second group over the same ranks: sharing a communicator with DDP serialises the two."""
+    everyone: list[list[int] | None] = [None] * size
+    dist.all_gather_object(everyone, ranks_of_mine)
+    mine = None
+    for ranks in sorted({tuple(ranks) for ranks in everyone if ranks}):
+        group = dist.new_group(list(ranks), timeout=timeout)
+        if ranks == tuple(ranks_of_mine):
+            mine = group
+    assert mine is not None
+    return mine
+
+
+def open_world(cfg: RunConfig, layout: Layout) -> World:
+    """Start the process groups. Call once, after `check_config` said the layout can work."""
+    rank, size, local_rank = rank_environment()
+    device = _choose_device(local_rank, cfg.run.deterministic)
+    timeout = timedelta(seconds=cfg.train.collective_timeout_s)
+    store, rank, size = next(dist.rendezvous("env://", rank, size, timeout=timeout))
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    device_id = device if device.type == "cuda" else None
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device_id)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.gate_group,
+        expert_tensor_parallel_size=1,  # the default, TP, gives silently wrong table gradients
+        distributed_timeout_minutes=max(1, int(cfg.train.collective_timeout_s // 60)),
+    )
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    gate = groups.ep
+    if layout.gate_group > 1:
+        gate = _own_communicator(dist.get_process_group_ranks(groups.ep), size, timeout)
+    return World(
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        device=device,
+        layout=layout,
+        groups=groups,
+        gate=gate,
+        gate_replicas=groups.expt_dp,
+        control=dist.new_group(backend="gloo", timeout=timeout),
+        store=store,
+    )
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch and megatron-core's RNG tracker (dropout differs between tensor-parallel ranks)."""
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def close_world() -> None:
+    """Destroy every group; safe to call when nothing was opened."""
+    if parallel_state.is_initialized():
+        parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -57,7 +57,7 @@ class TorchCoreAttention(nn.Module):
 
     def __init__(
         self,
-        config,  # type: ignore[no-untyped-def]
+        config,
         layer_number: int,
         attn_mask_type: AttnMaskType,
         attention_type: str,
@@ -95,5 +95,3 @@ class TorchCoreAttention(nn.Module):
                 q_BNSK, k_BNSK, v_BNSV, dropout_p=dropout, is_causal=True, scale=self.scale
             )
         return out_BNSV.permute(2, 0, 1, 3).flatten(2)
-
-

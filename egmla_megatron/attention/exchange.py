@@ -20,14 +20,14 @@ __all__ = ["exchange_columns", "gather_ids"]
 
 class _ExchangeColumns(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, rows_WTLC: Tensor, group: ProcessGroup) -> Tensor:  # type: ignore[override]
+    def forward(ctx: FunctionCtx, rows_WTLC: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group  # type: ignore[attr-defined]
         received_WTLC = torch.empty_like(rows_WTLC)
         dist.all_to_all_single(received_WTLC, rows_WTLC.contiguous(), group=group)
         return received_WTLC.permute(1, 2, 0, 3).flatten(2)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad_TLD: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: FunctionCtx, grad_TLD: Tensor) -> tuple[Tensor, None]:
         group = ctx.group  # type: ignore[attr-defined]
         tokens, layers, _ = grad_TLD.shape
         grad_WTLC = grad_TLD.view(tokens, layers, group.size(), -1).permute(2, 0, 1, 3).contiguous()
@@ -38,7 +38,7 @@ class _ExchangeColumns(torch.autograd.Function):
 
 def exchange_columns(rows_WTLC: Tensor, group: ProcessGroup) -> Tensor:
     """My columns of every rank's tokens [W,T,L,C] -> all columns of my own tokens [T,L,D]."""
-    return _ExchangeColumns.apply(rows_WTLC, group)  # type: ignore[no-any-return]
+    return _ExchangeColumns.apply(rows_WTLC, group)
 
 
 def gather_ids(ids_T: Tensor, group: ProcessGroup) -> Tensor:

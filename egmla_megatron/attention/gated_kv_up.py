@@ -114,7 +114,5 @@ class GatedKVUp(MegatronModule):
         state = dict(self.up.sharded_state_dict(f"{prefix}up.", sharded_offsets, metadata))
         own = {name: getattr(self, name) for name in self.own}
         groups = {"tp_group": self.tp_group, "dp_cp_group": (metadata or {}).get("dp_cp_group")}
-        state.update(
-            make_sharded_tensors_for_checkpoint(own, prefix, dict.fromkeys(own, 0), sharded_offsets, **groups)
-        )
+        state.update(make_sharded_tensors_for_checkpoint(own, prefix, dict.fromkeys(own, 0), sharded_offsets, **groups))
         return state

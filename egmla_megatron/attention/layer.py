@@ -32,6 +32,7 @@ class EGMLASelfAttention(MLASelfAttention):
     """
 
     gate_embedding: Tensor | None = None
+    recompute_up_proj: bool
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
         """The spec's own modules. megatron-core would invent a q norm when q_lora_rank is None, and
@@ -72,7 +73,7 @@ class EGMLASelfAttention(MLASelfAttention):
         def qkv(hidden: Tensor, gate_embedding: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             self.recompute_up_proj = False  # the parent must not checkpoint once more inside
             try:
-                return self._gated(gate_embedding, hidden, *args, **kwargs)[:3]  # type: ignore[no-any-return]
+                return self._gated(gate_embedding, hidden, *args, **kwargs)[:3]
             finally:
                 self.recompute_up_proj = True
 

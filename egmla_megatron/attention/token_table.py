@@ -118,4 +118,4 @@ def take_layer(stack_SBLD: Tensor, layer: int) -> tuple[Tensor, Tensor]:
 
     The next layer must take from the returned stack, never from the original: its gradient is one buffer.
     """
-    return _Tap.apply(stack_SBLD, layer)  # type: ignore[no-any-return]
+    return _Tap.apply(stack_SBLD, layer)

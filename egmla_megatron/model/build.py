@@ -54,7 +54,7 @@ class EGMLAModel(GPTModel):
         """
         if self.gate_table is not None:
             kwargs["extra_block_kwargs"] = {"context": self.gate_table(input_ids)}
-        return super().forward(input_ids, position_ids, attention_mask, **kwargs)  # type: ignore[no-any-return]
+        return super().forward(input_ids, position_ids, attention_mask, **kwargs)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ TABLE = "gate_table.weight"
 EMBEDDING = "embedding.word_embeddings.weight"
 
 
-def global_names(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def global_names(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Parameters with the layer's number in the model, not in the stage; a tied output layer is the embedding."""
     for name, parameter in module.named_parameters():
         if name == "output_layer.weight" and getattr(parameter, "shared_embedding", False):
@@ -29,7 +30,7 @@ def global_names(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         parts = name.split(".")
         if "layers" in parts:
             at = parts.index("layers") + 1
-            layer = module.get_submodule(".".join(parts[: at + 1]))
+            layer: Any = module.get_submodule(".".join(parts[: at + 1]))
             parts[at] = str(int(layer.layer_number) - 1)
         yield ".".join(parts), parameter
 
@@ -58,7 +59,7 @@ def _draw(name: str, shape: tuple[int, ...], std: float, seed: int, device: torc
     return torch.empty(shape, device=device).normal_(0.0, std, generator=generator)
 
 
-def _part(full: Tensor, parameter: nn.Parameter, name: str, world: World) -> Tensor:
+def _part(full: Tensor, parameter: Any, name: str, world: World) -> Tensor:
     """This rank's part of a whole dense tensor."""
     if not getattr(parameter, "tensor_model_parallel", False):
         return full
@@ -67,7 +68,7 @@ def _part(full: Tensor, parameter: nn.Parameter, name: str, world: World) -> Ten
     return torch.cat([half.chunk(tp.size(), parameter.partition_dim)[tp.rank()] for half in halves], 0)
 
 
-def _is_gated_fc1(name: str, full: Tensor, parameter: nn.Parameter) -> bool:
+def _is_gated_fc1(name: str, full: Tensor, parameter: Any) -> bool:
     return name.endswith("mlp.linear_fc1.weight") and parameter.partition_dim == 0 and full.shape[0] % 2 == 0
 
 

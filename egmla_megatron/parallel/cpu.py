@@ -29,7 +29,7 @@ def _is_cuda(device: Any) -> bool:
 class _FactoriesOnCpu(TorchFunctionMode):
     """Sends `device="cuda"` of any torch function to the CPU and drops `pin_memory`."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         if kwargs:
             if _is_cuda(kwargs.get("device")):
                 kwargs = {**kwargs, "device": CPU}
@@ -49,8 +49,8 @@ class _Stream:
     def __enter__(self) -> _Stream:
         return self
 
-    def __exit__(self, *_: Any) -> bool:
-        return False
+    def __exit__(self, *_: Any) -> None:
+        return None
 
     def query(self) -> bool:
         return True
@@ -96,7 +96,7 @@ def _redirect_tensor_type() -> None:
 
     def type_as_cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         name = original(self, *args, **kwargs)
-        if isinstance(name, str) and not args and not kwargs:
+        if isinstance(name, str) and not args and not kwargs and ".cuda." not in name:
             return name.replace("torch.", "torch.cuda.", 1)
         return name
 
@@ -110,17 +110,20 @@ def _redirect_factories() -> None:
 
 
 def _redirect_synchronize() -> None:
-    torch.cuda.synchronize = lambda *_, **__: None  # type: ignore[assignment]
+    torch.cuda.synchronize = lambda *_, **__: None
 
 
 def _redirect_tensor_cuda() -> None:
-    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign,assignment]
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
 
 
 # name -> (what megatron-core does that needs it, the redirect)
 REDIRECTS: dict[str, tuple[str, Callable[[], None]]] = {
     "rng": ("tensor_parallel.random keeps CUDA generator states for dropout and initialisation", _redirect_rng),
-    "current_device": ("buffers, losses and layers are allocated on torch.cuda.current_device()", _redirect_current_device),
+    "current_device": (
+        "buffers, losses and layers are allocated on torch.cuda.current_device()",
+        _redirect_current_device,
+    ),
     "streams": ("gradient buckets and schedules order their work with CUDA streams and events", _redirect_streams),
     "tensor_type": ("optimizers tell precisions apart by the strings 'torch.cuda.*Tensor'", _redirect_tensor_type),
     "factories": ('optimizers and gradient norms allocate with device="cuda"', _redirect_factories),

@@ -72,8 +72,9 @@ def _choose_device(local_rank: int, deterministic: bool) -> torch.device:
     torch.cuda.set_device(local_rank)
     torch.backends.cuda.matmul.allow_tf32 = False
     if deterministic:
-        torch.backends.cudnn.deterministic = True
-        torch.backends.cudnn.benchmark = False
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+        torch.use_deterministic_algorithms(True)
     return torch.device("cuda", local_rank)
 
 

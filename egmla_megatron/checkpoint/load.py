@@ -1,0 +1,156 @@
+"""Reads checkpoints: into a running model at any layout, or whole weights on one process."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from megatron.core import dist_checkpointing
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from egmla_megatron.checkpoint.manifest import (
+    Manifest,
+    complete_checkpoints,
+    find_checkpoint,
+    read_manifest,
+)
+from egmla_megatron.checkpoint.state import model_state, optimizer_state, restore_rng, rng_state
+from egmla_megatron.config.load import architecture, architecture_difference, from_dict
+from egmla_megatron.config.schema import ModelConfig, RunConfig
+from egmla_megatron.errors import UserError
+from egmla_megatron.model.build import BuiltModel
+from egmla_megatron.parallel.world import World
+from egmla_megatron.train.optimizer import loading_states
+
+__all__ = ["check_compatible", "choose_checkpoint", "load_checkpoint", "read_full_weights"]
+
+
+def choose_checkpoint(cfg: RunConfig) -> Path | None:
+    """The checkpoint to start from, or None for a fresh start.
+
+    Raises:
+        UserError: a checkpoint is required and there is none.
+    """
+    own = complete_checkpoints(Path(cfg.run.dir) / "checkpoints")
+    if cfg.checkpoint.resume != "never" and own:
+        return own[-1]
+    if cfg.checkpoint.load:
+        return find_checkpoint(Path(cfg.checkpoint.load))
+    if cfg.checkpoint.resume == "required":
+        raise UserError(
+            f"checkpoint.resume=required: {Path(cfg.run.dir) / 'checkpoints'} holds no complete checkpoint; "
+            "use auto to start from the beginning"
+        )
+    return None
+
+
+def check_compatible(cfg: RunConfig, path: Path, manifest: Manifest, data_fingerprint: str | None) -> None:
+    """Refuse a checkpoint that this configuration would continue wrongly.
+
+    Args:
+        data_fingerprint: of the datasets that were built; None: not built yet.
+
+    Raises:
+        UserError: names what differs.
+    """
+    differences = architecture_difference(manifest.architecture, architecture(cfg.model))
+    if differences:
+        raise UserError(
+            f"checkpoint: {path} is of another architecture ({'; '.join(differences[:4])}); use its configuration, "
+            "or another run.dir to start anew"
+        )
+    if manifest.distributed_optimizer != cfg.optimizer.distributed:
+        raise UserError(
+            f"optimizer.distributed: {path} was saved with {manifest.distributed_optimizer}, the configuration says "
+            f"{cfg.optimizer.distributed}; set optimizer.distributed={str(manifest.distributed_optimizer).lower()}"
+        )
+    before = manifest.config["train"]
+    batch = (before["global_batch_size"], before["seq_length"])
+    if batch != (cfg.train.global_batch_size, cfg.train.seq_length):
+        raise UserError(
+            f"train: {path} was trained with global_batch_size, seq_length = {batch}, got "
+            f"{(cfg.train.global_batch_size, cfg.train.seq_length)}; the data position would be lost: keep them"
+        )
+    if data_fingerprint is not None and data_fingerprint != manifest.data_fingerprint:
+        raise UserError(
+            f"data: {path} was trained on other data or in another order (fingerprint {manifest.data_fingerprint}, "
+            f"now {data_fingerprint}); keep data.train, run.seed and train.seq_length (with weighted data also "
+            "train.steps), or start a new run.dir"
+        )
+
+
+def load_checkpoint(
+    cfg: RunConfig, world: World, built: BuiltModel, optimizer: Any, path: Path, data_fingerprint: str
+) -> Manifest:
+    """Load weights, optimizer and, at the same number of ranks, random generators. Every rank calls it."""
+    manifest = read_manifest(path)
+    check_compatible(cfg, path, manifest, data_fingerprint)
+    same_ranks = manifest.layout["world_size"] == world.size
+    model = model_state(built, world)
+    with loading_states(cfg, optimizer):
+        state: dict[str, Any] = {"model": model}
+        state["optimizer"] = optimizer_state(optimizer, model, world, loading=True)
+        if same_ranks:
+            state["rng"] = rng_state(world)
+        loaded = dist_checkpointing.load(state, str(path))
+        optimizer.load_state_dict(loaded["optimizer"])
+    _load_model(built, loaded["model"], path)
+    if same_ranks:
+        restore_rng(loaded["rng"])
+    return manifest
+
+
+def _load_model(built: BuiltModel, weights: Mapping[str, Any], path: Path) -> None:
+    missing, unexpected = built.module.load_state_dict(weights, strict=False)
+    missing = [name for name in missing if not name.endswith("_extra_state")]
+    if missing or unexpected:
+        raise UserError(
+            f"checkpoint: {path} does not fit the model: missing {missing[:4]}, unexpected {unexpected[:4]}"
+        )
+
+
+LAYER_STACK = re.compile(r"^decoder\.layers\.(?!\d)(.+)$")
+TE_NORMS = {
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+}
+
+
+def _per_layer(key: str, tensor: Tensor) -> dict[str, Tensor]:
+    """megatron-core stacks the layers of one parameter in a tensor [layers, ...]: split it."""
+    match = LAYER_STACK.match(key)
+    if match is None:
+        return {key: tensor}
+    name = match.group(1)
+    for fused, plain in TE_NORMS.items():
+        name = name.replace(fused, plain)
+    return {f"decoder.layers.{layer}.{name}": tensor[layer] for layer in range(tensor.shape[0])}
+
+
+def read_full_weights(where: str | Path) -> tuple[dict[str, Tensor], ModelConfig, Manifest]:
+    """Whole, unsharded weights of a checkpoint of any layout, on one process without process groups.
+
+    Args:
+        where: a checkpoint folder, or a run folder (its newest complete checkpoint).
+
+    Returns:
+        Weights by megatron-core name with the layer's number in it, the model configuration, the manifest.
+    """
+    path = find_checkpoint(Path(where))
+    manifest = read_manifest(path)
+    metadata = dcp.FileSystemReader(str(path)).read_metadata()
+    wanted = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata) and not key.startswith("optimizer.")
+    }
+    dcp.load(wanted, checkpoint_id=str(path), no_dist=True)
+    weights: dict[str, Tensor] = {}
+    for key, tensor in wanted.items():
+        weights.update(_per_layer(key, tensor))
+    return weights, from_dict(manifest.config).model, manifest

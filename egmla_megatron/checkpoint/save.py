@@ -1,0 +1,191 @@
+"""Writes checkpoints: temporary name, data, manifest, marker, rename. In the background on GPUs."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from torch.distributed.checkpoint import CheckpointException
+
+from egmla_megatron.checkpoint.manifest import (
+    FORMAT,
+    Manifest,
+    checkpoint_path,
+    complete_checkpoints,
+    is_complete,
+    mark_complete,
+    prune,
+)
+from egmla_megatron.checkpoint.state import model_state, optimizer_state, rng_state
+from egmla_megatron.config.load import architecture, to_dict
+from egmla_megatron.config.schema import RunConfig
+from egmla_megatron.errors import UserError
+from egmla_megatron.model.build import BuiltModel
+from egmla_megatron.model.count import count_parameters
+from egmla_megatron.parallel.world import World
+
+__all__ = ["Saver"]
+
+WRITE_ERRORS: tuple[type[BaseException], ...] = (OSError, CheckpointException, CheckpointingException, RuntimeError)
+
+
+class Saver:
+    """Saves a run's checkpoints into RUN_DIR/checkpoints. Every method is called by every rank.
+
+    Args:
+        on_saved: called on rank 0 with (step, path, seconds) once a checkpoint is complete.
+    """
+
+    def __init__(
+        self,
+        cfg: RunConfig,
+        world: World,
+        built: BuiltModel,
+        optimizer: Any,
+        data_fingerprint: str,
+        on_saved: Callable[[int, Path, float], None],
+    ) -> None:
+        self.cfg, self.world, self.built, self.optimizer = cfg, world, built, optimizer
+        self.data_fingerprint, self.on_saved = data_fingerprint, on_saved
+        self.root = Path(cfg.run.dir) / "checkpoints"
+        background = cfg.checkpoint.asynchronous and world.device.type == "cuda"
+        self.queue = AsyncCallsQueue() if background else None
+
+    def save(self, step: int) -> None:
+        """Save the state after `step` steps; nothing to do when that checkpoint is complete already.
+
+        Raises:
+            UserError: the disk is full or the write failed; earlier checkpoints are untouched.
+        """
+        final = checkpoint_path(self.root, step)
+        if self._agree(is_complete(final)):
+            return
+        self.finish()  # one write at a time
+        started = time.time()
+        temporary = final.with_name(final.name + ".incomplete")
+        self._prepare(temporary)
+        try:
+            request = dist_checkpointing.save(
+                self._state(),
+                str(temporary),
+                async_sharded_save=self.queue is not None,
+                async_strategy="mcore",
+            )
+            done = self._finalizer(step, temporary, final, started)
+            if self.queue is None or request is None:
+                done()
+            else:
+                request.add_finalize_fn(done)
+                self.queue.schedule_async_request(request)
+        except WRITE_ERRORS as error:
+            self._give_up(temporary, error)
+
+    def poll(self) -> None:
+        """Complete a background write that has ended."""
+        self._finalize_background(blocking=False)
+
+    def finish(self) -> None:
+        """Wait for the background write, if any."""
+        self._finalize_background(blocking=True)
+
+    def _finalize_background(self, *, blocking: bool) -> None:
+        if self.queue is None or not self.queue.get_num_unfinalized_calls():
+            return
+        try:
+            self.queue.maybe_finalize_async_calls(blocking=blocking)
+        except WRITE_ERRORS as error:
+            self._give_up(None, error)
+
+    def _state(self) -> dict[str, Any]:
+        model = model_state(self.built, self.world)
+        optimizer = optimizer_state(self.optimizer, model, self.world, loading=False)
+        return {"model": model, "optimizer": optimizer, "rng": rng_state(self.world)}
+
+    def _agree(self, mine: bool) -> bool:
+        """What rank 0 says: shared disks may show a new folder to other ranks a moment later."""
+        verdict: list[Any] = [mine]
+        dist.broadcast_object_list(verdict, src=0, group=self.world.control)
+        return bool(verdict[0])
+
+    def _prepare(self, temporary: Path) -> None:
+        """Make the temporary folder, after checking that the checkpoint will fit."""
+        problem: list[Any] = [None]
+        if self.world.is_first:
+            try:
+                self.root.mkdir(parents=True, exist_ok=True)
+                shutil.rmtree(temporary, ignore_errors=True)
+                temporary.mkdir()
+                problem[0] = self._too_full()
+            except OSError as error:
+                problem[0] = str(error)
+        dist.broadcast_object_list(problem, src=0, group=self.world.control)
+        if problem[0]:
+            self._give_up(temporary, OSError(problem[0]))
+
+    def _too_full(self) -> str | None:
+        needed, free = self.estimated_bytes(), shutil.disk_usage(self.root).free
+        if free >= needed:
+            return None
+        return f"No space left on device: needs about {needed / 2**20:.0f} MiB, {free / 2**20:.0f} MiB are free"
+
+    def estimated_bytes(self) -> int:
+        """Size of a checkpoint: weights, fp32 master weights and two fp32 moments, plus metadata."""
+        weight = 2 if self.cfg.train.precision == "bf16" else 4
+        return int(count_parameters(self.cfg.model).total * (weight + 12) * 1.02) + 2**20
+
+    def _finalizer(self, step: int, temporary: Path, final: Path, started: float) -> Callable[[], None]:
+        manifest = self._manifest(step)
+
+        def done() -> None:
+            failure: list[Any] = [None]
+            if self.world.is_first:
+                try:
+                    mark_complete(temporary, final, manifest)
+                    prune(self.root, self.cfg.checkpoint.keep, self.cfg.checkpoint.keep_every_steps)
+                    self.on_saved(step, final, time.time() - started)
+                except OSError as error:
+                    failure[0] = str(error)
+            dist.broadcast_object_list(failure, src=0, group=self.world.control)
+            if failure[0]:
+                raise OSError(failure[0])
+
+        return done
+
+    def _manifest(self, step: int) -> Manifest:
+        import megatron.core
+
+        samples = step * self.cfg.train.global_batch_size
+        return Manifest(
+            format=FORMAT,
+            step=step,
+            consumed_samples=samples,
+            consumed_tokens=samples * self.cfg.train.seq_length,
+            architecture=architecture(self.cfg.model),
+            config=to_dict(self.cfg),
+            layout=asdict(self.world.layout),
+            data_fingerprint=self.data_fingerprint,
+            distributed_optimizer=self.cfg.optimizer.distributed,
+            implementation=self.built.implementation,
+            versions={"torch": torch.__version__, "megatron-core": megatron.core.__version__},
+            written_unix_s=time.time(),
+        )
+
+    def _give_up(self, temporary: Path | None, error: BaseException) -> None:
+        if self.world.is_first and temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+        left = complete_checkpoints(self.root)
+        kept = f"{left[-1].name} is intact" if left else "there was none before it"
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(
+            f"checkpoint: writing to {self.root} failed ({type(error).__name__}: {reason}); {kept}; "
+            "free space or move run.dir, then start again to resume"
+        ) from error

@@ -1,0 +1,1 @@
+"""Configuration of a run: schema, loading and the checks that need no process group."""

@@ -1,0 +1,237 @@
+"""Proves that a configuration can run on a number of ranks, before any process group or torch import.
+
+Every rule raises UserError with what is wrong, what was got, what is allowed and how to fix it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from egmla_megatron.config.check_model import check_model
+from egmla_megatron.config.ranges import check_ranges
+from egmla_megatron.config.schema import RunConfig
+from egmla_megatron.config.workable import divisors, nearest, nearest_divisor, nearest_multiple, refuse
+
+__all__ = ["Layout", "check_config"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the ranks of one run are used. Sizes in ranks unless said otherwise."""
+
+    world_size: int
+    tp: int
+    pp: int
+    cp: int
+    dp: int  # data-parallel replicas of the dense weights
+    gate_group: int  # W: ranks that share one gating table
+    gate_data_parallel: int  # replicas of every slice of a gating table
+    num_microbatches: int  # forward passes per rank and optimizer step
+    layers_per_stage: int  # layers
+
+
+def check_config(cfg: RunConfig, world_size: int) -> Layout:
+    """Returns the layout of `cfg` on `world_size` ranks. Raises UserError when it cannot run."""
+    check_ranges(cfg)
+    check_model(cfg.model)
+    _check_supported(cfg)
+    dp = _data_parallel_size(cfg, world_size)
+    _check_tensor(cfg)
+    _check_layers(cfg)
+    _check_sequence(cfg)
+    _check_gate_group(cfg, world_size)
+    _check_batch(cfg, dp)
+    _check_schedule(cfg)
+    _check_switches(cfg)
+    parallel, train = cfg.parallel, cfg.train
+    return Layout(
+        world_size=world_size,
+        tp=parallel.tensor,
+        pp=parallel.pipeline,
+        cp=parallel.context,
+        dp=dp,
+        gate_group=parallel.gate_group,
+        gate_data_parallel=world_size // parallel.pipeline // parallel.gate_group,
+        num_microbatches=train.global_batch_size // (train.micro_batch_size * dp),
+        layers_per_stage=cfg.model.num_layers // parallel.pipeline,
+    )
+
+
+def _check_supported(cfg: RunConfig) -> None:
+    """Refuses by name what the schema has room for and the code has not."""
+    if cfg.parallel.context > 1:
+        refuse("context parallelism is not supported yet", cfg.parallel.context, "1", "set parallel.context=1")
+    if cfg.parallel.virtual_pipeline > 1:
+        fix = "set parallel.virtual_pipeline=1"
+        refuse("virtual pipeline stages are not supported yet", cfg.parallel.virtual_pipeline, "1", fix)
+
+
+def _data_parallel_size(cfg: RunConfig, world_size: int) -> int:
+    parallel = cfg.parallel
+    if world_size < 1:
+        refuse("number of ranks", world_size, "at least 1", "start at least one process")
+    model_parallel = parallel.tensor * parallel.pipeline * parallel.context
+    if world_size % model_parallel:
+        refuse(
+            "number of ranks is no multiple of parallel.tensor x parallel.pipeline x parallel.context",
+            f"{world_size} ranks for {parallel.tensor} x {parallel.pipeline} x {parallel.context}",
+            f"multiples of {model_parallel}",
+            f"start {nearest_multiple(world_size, model_parallel)} ranks, or make parallel.tensor or "
+            "parallel.pipeline smaller",
+        )
+    return world_size // model_parallel
+
+
+def _check_tensor(cfg: RunConfig) -> None:
+    """Everything that is cut into parallel.tensor equal pieces."""
+    model, tp = cfg.model, cfg.parallel.tensor
+    pieces = {
+        "model.num_attention_heads": model.num_attention_heads,
+        "model.intermediate_size": model.intermediate_size,
+        "model.vocab_size": model.vocab_size,
+    }
+    if model.attention == "mla":
+        pieces["model.kv_lora_rank + model.qk_rope_head_dim"] = model.kv_lora_rank + model.qk_rope_head_dim
+        if model.q_lora_rank:
+            pieces["model.q_lora_rank"] = model.q_lora_rank
+    workable = [n for n in divisors(model.num_attention_heads) if not any(size % n for size in pieces.values())]
+    for name, size in pieces.items():
+        if size % tp:
+            refuse(
+                f"parallel.tensor does not divide {name} = {size}",
+                tp,
+                ", ".join(map(str, workable)),
+                f"set parallel.tensor={nearest(tp, workable)}",
+            )
+
+
+def _check_layers(cfg: RunConfig) -> None:
+    layers, stages, chunks = cfg.model.num_layers, cfg.parallel.pipeline, cfg.parallel.virtual_pipeline
+    if chunks > 1 and stages == 1:
+        refuse(
+            "parallel.virtual_pipeline interleaves pipeline stages, and there is one",
+            f"parallel.virtual_pipeline={chunks} with parallel.pipeline=1",
+            "parallel.pipeline > 1",
+            "set parallel.virtual_pipeline=1",
+        )
+    if layers % stages:
+        refuse(
+            f"parallel.pipeline does not divide model.num_layers = {layers}",
+            stages,
+            ", ".join(map(str, divisors(layers))),
+            f"set parallel.pipeline={nearest_divisor(stages, layers)}",
+        )
+    if layers // stages % chunks:
+        refuse(
+            f"parallel.virtual_pipeline does not divide the {layers // stages} layers of a stage",
+            chunks,
+            ", ".join(map(str, divisors(layers // stages))),
+            f"set parallel.virtual_pipeline={nearest_divisor(chunks, layers // stages)}",
+        )
+
+
+def _check_sequence(cfg: RunConfig) -> None:
+    parallel, train, model = cfg.parallel, cfg.train, cfg.model
+    if parallel.sequence and parallel.tensor == 1:
+        refuse(
+            "parallel.sequence splits the sequence over the tensor-parallel ranks, and there is one",
+            "parallel.sequence=true with parallel.tensor=1",
+            "parallel.sequence=true with parallel.tensor > 1",
+            "set parallel.sequence=false",
+        )
+    if parallel.sequence and train.seq_length % parallel.tensor:
+        refuse(
+            f"train.seq_length is no multiple of parallel.tensor = {parallel.tensor} (parallel.sequence=true)",
+            train.seq_length,
+            f"multiples of {parallel.tensor}",
+            f"set train.seq_length={nearest_multiple(train.seq_length, parallel.tensor)}",
+        )
+    chunks = 2 * parallel.context
+    if parallel.context > 1 and train.seq_length % chunks:
+        refuse(
+            f"train.seq_length is no multiple of 2 x parallel.context = {chunks}",
+            train.seq_length,
+            f"multiples of {chunks}",
+            f"set train.seq_length={nearest_multiple(train.seq_length, chunks)}",
+        )
+    if model.attention == "mha" and train.seq_length > model.max_position_embeddings:
+        refuse(
+            f"train.seq_length is beyond the learned positions, model.max_position_embeddings = "
+            f"{model.max_position_embeddings}",
+            train.seq_length,
+            f"up to {model.max_position_embeddings}",
+            f"set train.seq_length={model.max_position_embeddings} or model.max_position_embeddings={train.seq_length}",
+        )
+
+
+def _check_gate_group(cfg: RunConfig, world_size: int) -> None:
+    model, group = cfg.model, cfg.parallel.gate_group
+    if group == 1:
+        return
+    if not model.gated:
+        refuse(
+            "parallel.gate_group shares gating tables, and this model has none",
+            f"parallel.gate_group={group} with model.attention={model.attention}, model.gate={model.gate}",
+            "1",
+            "set parallel.gate_group=1",
+        )
+    per_stage = world_size // cfg.parallel.pipeline
+    workable = [n for n in divisors(per_stage) if model.kv_emb_dim % n == 0]
+    fix = f"set parallel.gate_group={nearest(group, workable)}"
+    allowed = ", ".join(map(str, workable))
+    if per_stage % group:
+        refuse(f"parallel.gate_group does not divide the {per_stage} ranks of one stage", group, allowed, fix)
+    if model.kv_emb_dim % group:
+        refuse(f"parallel.gate_group does not divide model.kv_emb_dim = {model.kv_emb_dim}", group, allowed, fix)
+
+
+def _check_batch(cfg: RunConfig, dp: int) -> None:
+    train = cfg.train
+    per_pass = train.micro_batch_size * dp
+    if train.global_batch_size % per_pass:
+        refuse(
+            f"train.global_batch_size is no multiple of train.micro_batch_size x data-parallel ranks = "
+            f"{train.micro_batch_size} x {dp}",
+            train.global_batch_size,
+            f"multiples of {per_pass}",
+            f"set train.global_batch_size={nearest_multiple(train.global_batch_size, per_pass)}",
+        )
+
+
+def _check_schedule(cfg: RunConfig) -> None:
+    optimizer, total = cfg.optimizer, cfg.total_steps
+    if optimizer.warmup_steps > total:
+        refuse(
+            f"optimizer.warmup_steps is longer than the run of {total} steps",
+            optimizer.warmup_steps,
+            f"0 to {total}",
+            f"set optimizer.warmup_steps={total // 10}, or train longer (train.steps, train.tokens)",
+        )
+    if optimizer.schedule != "wsd":
+        return
+    longest = total - optimizer.warmup_steps
+    if not 1 <= optimizer.decay_steps <= longest:
+        refuse(
+            "optimizer.decay_steps is the length of the final decay of schedule wsd",
+            optimizer.decay_steps,
+            f"1 to {longest} (the steps after the warmup)",
+            f"set optimizer.decay_steps={max(1, longest // 5)}",
+        )
+
+
+def _check_switches(cfg: RunConfig) -> None:
+    parallel = cfg.parallel
+    if parallel.overlap_param_gather and not cfg.optimizer.distributed:
+        refuse(
+            "parallel.overlap_param_gather gathers what the distributed optimizer sharded",
+            "optimizer.distributed=false",
+            "optimizer.distributed=true",
+            "set parallel.overlap_param_gather=false or optimizer.distributed=true",
+        )
+    if parallel.attention_backend == "te_fused" and parallel.implementation == "torch":
+        refuse(
+            "parallel.attention_backend=te_fused is attention of Transformer Engine",
+            "parallel.implementation=torch",
+            "auto or te",
+            "set parallel.attention_backend=auto",
+        )

@@ -1,0 +1,59 @@
+"""Micro-batches on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+__all__ = ["Batch", "batch_iterator"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch of a rank. B sequences, S tokens."""
+
+    tokens_BS: Tensor  # int64
+    labels_BS: Tensor  # int64, the next token
+    loss_mask_BS: Tensor  # float32, 0 where the loss does not count
+    position_ids_BS: Tensor  # int64
+
+
+class _Samples(torch.utils.data.Dataset):
+    """Keeps only the three tensors a batch needs of a megatron-core sample."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        sample = self.dataset[index]
+        return {name: sample[name] for name in ("tokens", "labels", "loss_mask")}
+
+
+def batch_iterator(
+    dataset: Any, indices: Iterable[list[int]], device: torch.device, *, num_workers: int
+) -> Iterator[Batch]:
+    """Yields the micro-batches that `indices` names, copied ahead to the device without a synchronisation."""
+    cuda = device.type == "cuda"
+    loader: DataLoader[Any] = DataLoader(
+        _Samples(dataset),
+        batch_sampler=indices,
+        num_workers=num_workers,
+        pin_memory=cuda,
+        persistent_workers=num_workers > 0,
+    )
+    positions_S: Tensor | None = None
+    for sample in loader:
+        tokens, labels, mask = (
+            sample[name].to(device, non_blocking=True) for name in ("tokens", "labels", "loss_mask")
+        )
+        if positions_S is None:
+            positions_S = torch.arange(tokens.shape[1], device=device)
+        yield Batch(tokens, labels, mask.float(), positions_S[None].expand(tokens.shape[0], -1))

@@ -1,0 +1,162 @@
+"""Training and validation samples from megatron-core's indexed datasets, in an order that never depends on
+how long the run is, how many ranks read it, or how often it was resumed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+from egmla_megatron.config.schema import RunConfig
+from egmla_megatron.data.tokenizer import TokenIds
+from egmla_megatron.errors import UserError
+
+__all__ = ["Datasets", "build_datasets", "epoch_index", "micro_batch_indices", "parse_blend", "resolve_eod"]
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """The two splits and what identifies them."""
+
+    train: Any  # indexable: i -> {"tokens", "labels", "loss_mask", ...} of seq_length
+    valid: Any | None
+    fingerprint: str  # changes when the samples or their order would; checkpoints carry it
+
+
+def parse_blend(entries: Sequence[str], key: str) -> tuple[list[str], list[float] | None]:
+    """`(prefix, ...)` or `(weight, prefix, weight, prefix, ...)` -> (prefixes, weights or None).
+
+    Raises:
+        UserError: a weight is missing, or not positive.
+    """
+
+    def number(text: str) -> float | None:
+        try:
+            return float(text)
+        except ValueError:
+            return None
+
+    weights = [number(entry) for entry in entries[0::2]]
+    if not entries or all(number(entry) is None for entry in entries):
+        return list(entries), None
+    bad = len(entries) % 2 or any(w is None or not math.isfinite(w) or w <= 0 for w in weights)
+    if bad or any(number(entry) is not None for entry in entries[1::2]):
+        raise UserError(
+            f"{key}: got {list(entries)}, allowed [prefix, ...] or [weight, prefix, weight, prefix, ...] with "
+            "positive weights; give every prefix a weight or none"
+        )
+    return list(entries[1::2]), [float(w) for w in weights if w is not None]
+
+
+def resolve_eod(cfg: RunConfig) -> int:
+    """End-of-document id: `data.eod_id`, or what the manifests of the training data agree on.
+
+    Raises:
+        UserError: no manifest names one, or they differ.
+    """
+    if cfg.data.eod_id >= 0:
+        return cfg.data.eod_id
+    prefixes, _ = parse_blend(cfg.data.train, "data.train")
+    found = {}
+    for prefix in prefixes:
+        manifest = Path(f"{prefix}.json")
+        if manifest.is_file():
+            found[prefix] = json.loads(manifest.read_text()).get("eod_id")
+    ids = set(found.values())
+    if len(ids) != 1 or None in ids or len(found) < len(prefixes):
+        raise UserError(
+            f"data.eod_id: the end-of-document id is not known (manifests say {found or 'nothing'}); "
+            "set data.eod_id=N, 50256 for GPT-2 tokens"
+        )
+    return int(ids.pop())
+
+
+def _dataset_config(cfg: RunConfig, split: int, entries: Sequence[str], eod: int, weighted: bool) -> GPTDatasetConfig:
+    key = ("data.train", "data.valid")[split]
+    prefixes, weights = parse_blend(entries, key)
+    blends: list[Any] = [None, None, None]
+    blends[split] = (prefixes, weights if weighted else None)
+    return GPTDatasetConfig(
+        random_seed=cfg.run.seed,
+        sequence_length=cfg.train.seq_length,
+        blend_per_split=blends,
+        path_to_cache=cfg.data.cache_dir or str(Path(cfg.run.dir) / "data_cache"),
+        tokenizer=TokenIds(eod, cfg.model.vocab_size),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=cfg.data.eod_mask_loss,
+        create_attention_mask=False,
+    )
+
+
+def _build(cfg: RunConfig, split: int, entries: Sequence[str], eod: int, samples: int | None) -> Any:
+    config = _dataset_config(cfg, split, entries, eod, weighted=samples is not None)
+    sizes: list[int | None] = [0, 0, 0]
+    sizes[split] = samples
+    built = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
+    dataset = built[split]
+    if dataset is None or len(dataset) == 0:
+        raise UserError(
+            f"{('data.train', 'data.valid')[split]}: got {list(entries)} with less than one sample of "
+            f"{cfg.train.seq_length} tokens; use more data or a smaller train.seq_length"
+        )
+    return dataset
+
+
+def build_datasets(cfg: RunConfig) -> Datasets:
+    """Build both splits; megatron-core caches the sample indices, rank 0 first. Called by every rank.
+
+    Without weights a dataset holds every sample of one epoch once, and `epoch_index` orders further epochs,
+    so extending a run keeps its order. With weights megatron-core draws exactly the run's samples.
+    """
+    eod = resolve_eod(cfg)
+    _, weights = parse_blend(cfg.data.train, "data.train")
+    wanted = cfg.total_steps * cfg.train.global_batch_size if weights else None
+    train = _build(cfg, 0, cfg.data.train, eod, wanted)
+    valid = _build(cfg, 1, cfg.data.valid, eod, None) if cfg.data.valid else None
+    facts = [list(map(_stem, cfg.data.train)), cfg.train.seq_length, cfg.run.seed, len(train), wanted, eod]
+    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+    return Datasets(train, valid, digest)
+
+
+def _stem(entry: str) -> str:
+    """Only the file name counts: the same data may be mounted elsewhere after a move."""
+    return Path(entry).name
+
+
+def epoch_index(position: int, size: int) -> int:
+    """Sample to read at a position of the endless training order.
+
+    The dataset is already shuffled; the first epoch reads it in order, epoch e through the affine
+    permutation i -> a_e * i + b_e (mod size), which needs no memory at any size.
+    """
+    epoch, index = divmod(position, size)
+    if epoch == 0:
+        return index
+    digest = hashlib.sha256(f"epoch {epoch}".encode()).digest()
+    factor = int.from_bytes(digest[:8], "big") % size or 1
+    while math.gcd(factor, size) != 1:
+        factor += 1
+    return (factor * index + int.from_bytes(digest[8:16], "big")) % size
+
+
+def micro_batch_indices(
+    start: int, stop: int | None, size: int, *, micro_batch: int, dp_rank: int, dp_size: int
+) -> Iterator[list[int]]:
+    """Sample indices of this rank's micro-batches, from position `start` to `stop` (None: endless).
+
+    Positions go to micro-batches first and ranks second, so the global batch is the same set of samples for
+    every number of ranks. `stop - start` must be a multiple of micro_batch * dp_size.
+    """
+    position = start
+    while stop is None or position < stop:
+        first = position + dp_rank * micro_batch
+        yield [epoch_index(first + i, size) for i in range(micro_batch)]
+        position += micro_batch * dp_size

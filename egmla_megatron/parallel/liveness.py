@@ -1,0 +1,88 @@
+"""Notices a dead rank and names it, instead of a hang or a bare connection error."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+__all__ = ["PeerWatch"]
+
+DONE = b"done"
+
+
+class PeerWatch:
+    """Signs of life of every rank in the rendezvous store.
+
+    A background thread writes this rank's counter every `interval` seconds and watches the next rank's
+    (so every rank is watched by one other, whatever their number). A rank whose counter stands still for
+    `timeout` seconds is reported by name and this process ends with exit code 1; the launcher ends the rest.
+
+    Args:
+        store: a torch.distributed store that outlives any rank's death (torchrun's agent hosts it).
+        timeout: seconds; 0: do not watch.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:
+        self.rank, self.size, self.timeout = rank, size, timeout
+        self.interval = min(2.0, max(0.2, timeout / 10))
+        self.step = 0  # for the message
+        self._end = threading.Event()
+        self._thread: threading.Thread | None = None
+        if size > 1 and timeout > 0:
+            self.store = store.clone()  # own connection: the main thread may block in a collective's set-up
+            self.store.set_timeout(timedelta(seconds=max(5.0, timeout / 2)))
+            self.store.set(f"who/{rank}", f"{socket.gethostname()}, pid {os.getpid()}")
+            self._thread = threading.Thread(target=self._watch, name="peer-watch", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Say that this rank ended in good order, and stop watching."""
+        if self._thread is None:
+            return
+        self._end.set()
+        self._thread.join()
+        self.store.set(f"alive/{self.rank}", DONE)
+
+    def describe(self, rank: int) -> str:
+        """`rank 3 (host, pid 17)`."""
+        key = f"who/{rank}"
+        return f"rank {rank} ({self.store.get(key).decode()})" if self.store.check([key]) else f"rank {rank}"
+
+    def dead_peers(self) -> list[int]:
+        """Ranks whose counter does not move within a few intervals; for the message after a failed collective."""
+        if self._thread is None:
+            return []
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        first = {rank: self._read(rank) for rank in others}
+        time.sleep(3 * self.interval)
+        return [rank for rank in others if first[rank] != DONE and self._read(rank) == first[rank]]
+
+    def _read(self, rank: int) -> bytes:
+        key = f"alive/{rank}"
+        return bytes(self.store.get(key)) if self.store.check([key]) else b""
+
+    def _watch(self) -> None:
+        neighbour = (self.rank + 1) % self.size
+        seen, seen_at, beat = b"", time.monotonic(), 0
+        while not self._end.wait(self.interval):
+            beat += 1
+            try:
+                self.store.set(f"alive/{self.rank}", str(beat))
+                value = self._read(neighbour)
+            except Exception as error:  # any failure of the store has one meaning: its host is gone
+                self._give_up(f"the rendezvous store does not answer ({type(error).__name__}: {error})")
+            if value != seen:
+                seen, seen_at = value, time.monotonic()
+            elif value != DONE and time.monotonic() - seen_at > self.timeout:
+                self._give_up(f"{self.describe(neighbour)} gave no sign of life for {self.timeout:.0f} s")
+
+    def _give_up(self, reason: str) -> None:
+        if self._end.is_set():
+            return
+        print(f"error: {reason}; rank {self.rank} ends at step {self.step}", file=sys.stderr, flush=True)
+        os._exit(1)

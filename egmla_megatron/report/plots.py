@@ -1,0 +1,171 @@
+"""Loss and throughput of runs as PNG files, readable in print and by the colour-blind."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from egmla_megatron.report.read import Record, RunMetrics
+
+__all__ = ["plot_comparison", "plot_loss", "plot_throughput"]
+
+# The Okabe-Ito palette without its yellow, which paper does not show; line styles differ as well.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#000000")
+_STYLES = ("-", "--", "-.", ":")
+_MARKERS = ("o", "s", "^", "D")
+_RESTART = {"color": "#666666", "linestyle": ":", "linewidth": 1.2}
+_SMOOTH_FROM = 200  # points from which a smoothed curve is drawn over the raw one
+
+
+def plot_loss(metrics: RunMetrics, path: Path) -> None:
+    """Draws training and validation loss over steps, with tokens above and restarts marked, to `path`."""
+    figure, axes = _figure()
+    steps, losses = _series(metrics.steps, "loss")
+    _draw_loss(axes, steps, losses, _COLOURS[0], "-", "training")
+    val_steps, val_losses = _series(metrics.evals, "val_loss")
+    if val_steps:
+        style = {"marker": "o", "markersize": 6, "linestyle": "--", "linewidth": 1.2}
+        axes.plot(val_steps, val_losses, color=_COLOURS[1], label="validation", zorder=3, **style)  # type: ignore[arg-type]
+    _mark_restarts(axes, metrics)
+    axes.set_ylabel("loss (nats per token)")
+    axes.set_title(f"{metrics.name}: loss")
+    _finish_step_axis(axes)
+    _token_axis(axes, metrics)
+    axes.legend(frameon=False)
+    _save(figure, path)
+
+
+def plot_throughput(metrics: RunMetrics, path: Path) -> None:
+    """Draws tokens per second and peak memory over steps to `path`."""
+    figure = Figure(figsize=(8, 6.5), dpi=150, layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True)
+    steps, speeds = _series(metrics.steps, "tokens_per_second")
+    above.plot(steps, speeds, color=_COLOURS[0], linewidth=1.0, label="every step")
+    steady = _series(metrics.steady_steps(), "tokens_per_second")[1]
+    if steady:
+        median = statistics.median(steady)
+        label = f"median {median:,.0f} (n={len(steady)}, without warm-up steps)"
+        above.axhline(median, color=_COLOURS[1], linestyle="--", linewidth=1.4, label=label)
+    above.set_ylabel("tokens per second, all ranks")
+    above.set_title(f"{metrics.name}: throughput and memory")
+    below.plot(*_series(metrics.steps, "peak_memory_mib"), color=_COLOURS[2], linewidth=1.4, label="peak so far")
+    below.set_ylabel("peak memory per rank (MiB)")
+    for axes in (above, below):
+        _mark_restarts(axes, metrics)
+        axes.set_ylim(0, 1.15 * axes.dataLim.y1)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        _dress(axes)
+        axes.legend(loc="lower right", framealpha=0.9, edgecolor="none")
+    _finish_step_axis(below)
+    _save(figure, path)
+
+
+def plot_comparison(runs: Sequence[RunMetrics], path: Path) -> None:
+    """Draws the losses of several runs over tokens to `path`; validation losses as points."""
+    figure, axes = _figure()
+    for index, metrics in enumerate(runs):
+        colour, style = _COLOURS[index % len(_COLOURS)], _STYLES[index % len(_STYLES)]
+        tokens_at = {record["step"]: record.get("tokens", math.nan) for record in metrics.steps}
+        steps, losses = _series(metrics.steps, "loss")
+        _draw_loss(axes, [tokens_at[step] for step in steps], losses, colour, style, metrics.name)
+        evals = [record for record in metrics.evals if record["step"] in tokens_at]
+        val_steps, val_losses = _series(evals, "val_loss")
+        if val_steps:
+            tokens = [tokens_at[step] for step in val_steps]
+            marker = _MARKERS[index % len(_MARKERS)]
+            label = f"{metrics.name}, validation"
+            axes.plot(tokens, val_losses, marker, color=colour, markersize=8, markeredgecolor="white", label=label)
+    axes.set_xlabel("tokens")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
+    axes.set_ylabel("loss (nats per token)")
+    axes.set_title("loss of several runs")
+    _dress(axes)
+    axes.legend(frameon=False)
+    _save(figure, path)
+
+
+def _figure() -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
+    return figure, figure.subplots()
+
+
+def _save(figure: Figure, path: Path) -> None:
+    figure.savefig(path, format="png")
+
+
+def _series(records: Sequence[Record], key: str) -> tuple[list[float], list[float]]:
+    """Returns steps and values of the records whose `key` is a finite number."""
+    points = [(record["step"], record[key]) for record in records if record.get(key) is not None]
+    points = [(step, value) for step, value in points if math.isfinite(value)]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def _draw_loss(axes: Axes, x: Sequence[float], losses: Sequence[float], colour: str, style: str, label: str) -> None:
+    """Draws a curve; a long one pale, with its running mean on top."""
+    if len(losses) < _SMOOTH_FROM:
+        axes.plot(x, losses, color=colour, linestyle=style, linewidth=1.5, label=label)
+        return
+    window = max(5, len(losses) // 50) | 1  # odd, to be centred
+    axes.plot(x, losses, color=colour, linewidth=0.6, alpha=0.35)
+    mean = _running_mean(losses, window)
+    axes.plot(x, mean, color=colour, linestyle=style, linewidth=1.6, label=f"{label} (mean of {window} steps)")
+
+
+def _running_mean(values: Sequence[float], window: int) -> list[float]:
+    """Returns for each value the mean of those up to window // 2 away on either side; a trailing mean would lag."""
+    sums = [0.0, *accumulate(values)]
+    means = []
+    for index in range(len(values)):
+        first, end = max(0, index - window // 2), min(len(values), index + window // 2 + 1)
+        means.append((sums[end] - sums[first]) / (end - first))
+    return means
+
+
+def _mark_restarts(axes: Axes, metrics: RunMetrics) -> None:
+    for index, start in enumerate(metrics.restarts):
+        axes.axvline(start.get("step", 0), label="restart" if index == 0 else None, **_RESTART)  # type: ignore[arg-type]
+
+
+def _token_axis(axes: Axes, metrics: RunMetrics) -> None:
+    """Adds tokens above the steps where every step consumed the same number."""
+    last = metrics.steps[-1]
+    per_step = last.get("tokens", 0) / last["step"] if last["step"] else 0
+    if per_step <= 0:
+        return
+
+    def to_tokens(step: Any) -> Any:
+        return step * per_step
+
+    def to_steps(tokens: Any) -> Any:
+        return tokens / per_step
+
+    above = axes.secondary_xaxis("top", functions=(to_tokens, to_steps))
+    above.set_xlabel("tokens")
+    above.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
+
+
+def _short(tokens: float) -> str:
+    for unit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(tokens) >= unit:
+            return f"{tokens / unit:g} {letter}"
+    return f"{tokens:g}"
+
+
+def _finish_step_axis(axes: Axes) -> None:
+    axes.set_xlabel("optimizer step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _dress(axes)
+
+
+def _dress(axes: Axes) -> None:
+    axes.grid(True, color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines["right"].set_visible(False)

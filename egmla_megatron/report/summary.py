@@ -1,0 +1,94 @@
+"""The figures of a run that reports and comparisons show, computed once."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from egmla_megatron.report.read import Record, RunMetrics
+
+__all__ = ["Spread", "Summary", "finite", "spread", "summarize"]
+
+_LAST = 10  # steps averaged for the final training loss: one batch is noisy
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A sample's median, size and quartiles."""
+
+    median: float
+    n: int
+    low: float  # first quartile
+    high: float  # third quartile
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Losses in nats per token, times in seconds, memory in MiB."""
+
+    steps: int
+    tokens: int
+    first_loss: float
+    last_loss: float
+    mean_last_loss: float  # over the last 10 steps
+    val_loss: float | None
+    val_ppl: float | None
+    best_val_loss: float | None
+    best_val_step: int | None
+    skipped: int
+    training_time_s: float
+    peak_memory_mib: float | None
+    tokens_per_second: Spread | None
+    tokens_per_second_per_rank: Spread | None
+    step_time_s: Spread | None
+    tflops_per_second_per_rank: Spread | None
+    mfu: Spread | None
+    checkpoint_s: Spread | None
+
+
+def finite(records: Iterable[Record], key: str) -> list[float]:
+    """Returns the finite values of `key`, records without one left out."""
+    values = (record.get(key) for record in records)
+    return [float(value) for value in values if value is not None and math.isfinite(value)]
+
+
+def spread(values: list[float]) -> Spread | None:
+    """Returns the sample's spread, None for an empty one."""
+    if not values:
+        return None
+    if len(values) == 1:
+        return Spread(values[0], 1, values[0], values[0])
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return Spread(median, len(values), low, high)
+
+
+def summarize(metrics: RunMetrics) -> Summary:
+    """Computes the summary of a run with at least one step."""
+    steady = metrics.steady_steps()
+    losses = finite(metrics.steps, "loss") or [math.nan]
+    scored = [record for record in metrics.evals if finite([record], "val_loss")]
+    best = min(scored, key=lambda record: record["val_loss"], default=None)
+    memory = finite(metrics.steps, "peak_memory_mib")
+    last = metrics.steps[-1]
+    return Summary(
+        steps=last["step"],
+        tokens=int(last.get("tokens", 0)),
+        first_loss=losses[0],
+        last_loss=losses[-1],
+        mean_last_loss=statistics.fmean(losses[-_LAST:]),
+        val_loss=scored[-1]["val_loss"] if scored else None,
+        val_ppl=scored[-1].get("val_ppl") if scored else None,
+        best_val_loss=best["val_loss"] if best else None,
+        best_val_step=best["step"] if best else None,
+        skipped=sum(bool(record.get("skipped")) for record in metrics.steps),
+        training_time_s=sum(finite(metrics.steps, "step_time_s")),
+        peak_memory_mib=max(memory, default=None),
+        tokens_per_second=spread(finite(steady, "tokens_per_second")),
+        tokens_per_second_per_rank=spread(finite(steady, "tokens_per_second_per_rank")),
+        step_time_s=spread(finite(steady, "step_time_s")),
+        tflops_per_second_per_rank=spread(finite(steady, "tflops_per_second_per_rank")),
+        mfu=spread(finite(steady, "mfu")),
+        checkpoint_s=spread(finite(metrics.checkpoints, "seconds")),
+    )

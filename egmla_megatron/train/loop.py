@@ -1,0 +1,187 @@
+"""The training loop: steps, evaluation, checkpoints, stop requests."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from egmla_megatron.checkpoint.save import Saver
+from egmla_megatron.errors import UserError
+from egmla_megatron.model.count import count_parameters
+from egmla_megatron.parallel.liveness import PeerWatch
+from egmla_megatron.train.metrics import Throughput, peak_memory_mib
+from egmla_megatron.train.setup import Prepared, device_name, training_batches, validation_batches
+from egmla_megatron.train.signals import StopRequest
+from egmla_megatron.train.sinks import Sinks
+from egmla_megatron.train.step import StepResult, evaluate, train_step
+
+__all__ = ["Trainer"]
+
+
+class _Agreement:
+    """What all ranks must decide alike, once per step, in one small all-reduce that hides behind the step.
+
+    The values are this rank's when the step begins: (stop signal, save now, peak memory in MiB); the result
+    is the maximum over ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, signal: int, save_now: bool, memory_mib: float) -> None:
+        self.values = torch.tensor([float(signal), float(save_now), memory_mib], dtype=torch.float64)
+        self.work = dist.all_reduce(self.values, op=dist.ReduceOp.MAX, group=group, async_op=True)
+
+    def result(self) -> tuple[int, bool, float]:
+        assert self.work is not None
+        self.work.wait()
+        signal, save_now, memory_mib = self.values.tolist()
+        return int(signal), bool(save_now), memory_mib
+
+
+class Trainer:
+    """Runs a prepared run to its end, to a stop request, or to an error the user must see."""
+
+    def __init__(self, run: Prepared, sinks: Sinks, stop: StopRequest, watch: PeerWatch) -> None:
+        self.run_, self.cfg, self.world = run, run.cfg, run.world
+        self.sinks, self.stop, self.watch = sinks, stop, watch
+        self.step = run.start_step  # optimizer steps done
+        self.bad_steps = 0  # steps without an update in a row
+        self.skipped_total = 0
+        self.throughput = Throughput.of(self.cfg, self.world.size, self.world.device)
+        self.saved_at = time.monotonic()
+        self.evaluated_at = -1
+        self.saver = Saver(self.cfg, self.world, run.built, run.optimizer, run.datasets.fingerprint, self._on_saved)
+
+    def run(self) -> int:
+        """Train. Returns the exit code: 0, or 128 + the signal that stopped it."""
+        self._log_start()
+        batches = training_batches(self.run_)
+        last = self.cfg.total_steps
+        if self.cfg.train.exit_after_steps:
+            last = min(last, self.step + self.cfg.train.exit_after_steps)
+        signal = 0
+        while self.step < last and not signal:
+            signal, save_now = self._one_step(batches)
+            self._evaluate_if_due()
+            if save_now or self._interval(self.cfg.checkpoint.interval_steps):
+                self._save()
+            self.saver.poll()
+        return self._finish(signal)
+
+    def _one_step(self, batches: Any) -> tuple[int, bool]:
+        """Returns (stop signal, save now), agreed by all ranks."""
+        started = time.perf_counter()
+        memory = peak_memory_mib(self.world.device)
+        agreement = _Agreement(self.world.control, self.stop.received, self._minutes_are_up(), memory)
+        result = train_step(self.cfg, self.world, self.run_.model, self.run_.optimizer, batches)
+        lr = self._learning_rate()
+        self.run_.schedule.step(1)
+        self.step += 1
+        self.watch.step = self.step
+        signal, save_now, memory = agreement.result()
+        self._log_step(result, time.perf_counter() - started, lr, memory)
+        self._count_bad_steps(result)
+        return signal, save_now
+
+    def _learning_rate(self) -> float:
+        groups = self.run_.optimizer.param_groups
+        return float(next((g["lr"] for g in groups if g.get("default_config")), groups[0]["lr"]))
+
+    def _count_bad_steps(self, result: StepResult) -> None:
+        self.bad_steps = 0 if result.applied else self.bad_steps + 1
+        self.skipped_total += not result.applied
+        if self.bad_steps >= self.cfg.train.max_bad_steps:
+            raise UserError(
+                f"training: {self.bad_steps} steps in a row gave no finite gradient (last: step {self.step}, loss "
+                f"{result.loss}, grad_norm {result.grad_norm}), allowed {self.cfg.train.max_bad_steps - 1} "
+                "(train.max_bad_steps); the weights were left as before them. Lower optimizer.lr or check the data, "
+                "then start again from the newest checkpoint"
+            )
+
+    def _interval(self, steps: int) -> bool:
+        return steps > 0 and self.step % steps == 0
+
+    def _minutes_are_up(self) -> bool:
+        minutes = self.cfg.checkpoint.interval_minutes
+        return self.world.is_first and 0 < minutes <= (time.monotonic() - self.saved_at) / 60
+
+    def _save(self) -> None:
+        self.saver.save(self.step)
+        self.saved_at = time.monotonic()
+
+    def _on_saved(self, step: int, path: Path, seconds: float) -> None:
+        self.sinks.write("checkpoint", {"step": step, "path": str(path), "seconds": seconds})
+
+    def _evaluate_if_due(self, *, final: bool = False) -> None:
+        due = self._interval(self.cfg.train.eval_interval) or final
+        if self.run_.datasets.valid is None or not due or self.evaluated_at == self.step:
+            return
+        started = time.perf_counter()
+        batches, count = validation_batches(self.run_)
+        loss = evaluate(self.cfg, self.world, self.run_.model, batches, count)
+        self.evaluated_at = self.step
+        tokens = count * self.cfg.train.micro_batch_size * self.world.layout.dp * self.cfg.train.seq_length
+        perplexity = math.exp(loss) if loss < 700 else math.inf
+        seconds = time.perf_counter() - started
+        event = {"step": self.step, "val_loss": loss, "val_ppl": perplexity, "tokens": tokens, "seconds": seconds}
+        self.sinks.write("eval", event)
+
+    def _finish(self, signal: int) -> int:
+        if signal:
+            reason = f"stopped by signal {signal}, saved; start again to resume"
+        elif self.step < self.cfg.total_steps:
+            reason = "train.exit_after_steps reached"
+        else:
+            reason = "done"
+        if not signal:  # after a signal seconds count: save, nothing else
+            self._evaluate_if_due(final=self.step >= self.cfg.total_steps)
+        self._save()
+        self.saver.finish()
+        rate = self.throughput.tokens_per_second()
+        event = {"step": self.step, "reason": reason, "tokens_per_second": rate, "skipped_steps": self.skipped_total}
+        self.sinks.write("end", event)
+        return 128 + signal if signal else 0
+
+    def _log_start(self) -> None:
+        counts = count_parameters(self.cfg.model)
+        self.sinks.write(
+            "start",
+            {
+                "step": self.step,
+                "total_steps": self.cfg.total_steps,
+                "resumed_from": self.run_.resumed_from,
+                "world_size": self.world.size,
+                "device": device_name(self.world.device),
+                "implementation": self.run_.built.implementation,
+                "attention_backend": self.run_.built.attention_backend,
+                "precision": self.cfg.train.precision,
+                "layout": asdict(self.world.layout),
+                "active_params": counts.active,
+                "gate_table_params": counts.gate_tables,
+            },
+        )
+
+    def _log_step(self, result: StepResult, seconds: float, lr: float, memory_mib: float) -> None:
+        rates = self.throughput.add(seconds)
+        if not (self._interval(self.cfg.logging.interval_steps) or not result.applied):
+            return
+        remaining = self.cfg.total_steps - self.step
+        self.sinks.write(
+            "step",
+            {
+                "step": self.step,
+                "total_steps": self.cfg.total_steps,
+                "loss": result.loss,
+                "grad_norm": result.grad_norm,
+                "lr": lr,
+                "tokens": self.step * self.throughput.tokens_per_step,
+                "skipped": not result.applied,
+                "peak_memory_mib": memory_mib,
+                "eta_s": remaining * self.throughput.mean_step_s(),
+                **rates,
+            },
+        )

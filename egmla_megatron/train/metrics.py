@@ -1,0 +1,83 @@
+"""Throughput, utilisation and memory of a run."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from dataclasses import dataclass, field
+
+import torch
+
+from egmla_megatron.config.schema import RunConfig
+from egmla_megatron.model.count import flops_per_token
+
+__all__ = ["PEAK_BF16_FLOPS", "Throughput", "dense_peak_flops", "peak_memory_mib"]
+
+# dense bf16 peak of one card, FLOP/s, without sparsity (vendor data sheets)
+PEAK_BF16_FLOPS = {"H100": 989e12, "H200": 989e12, "H800": 989e12, "A100": 312e12, "A800": 312e12}
+
+
+def dense_peak_flops(device: torch.device) -> float | None:
+    """Dense bf16 peak of the card in use in FLOP/s; None where it is not known (CPU, other cards)."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for card, peak in PEAK_BF16_FLOPS.items() if card in name), None)
+
+
+def peak_memory_mib(device: torch.device) -> float:
+    """Peak memory of this rank in MiB: allocated by torch on a GPU, resident set on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    scale = 2**20 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / scale
+
+
+@dataclass
+class Throughput:
+    """Turns step times into rates. The first `warmup` steps of a start do not count in the totals."""
+
+    tokens_per_step: int
+    ranks: int
+    flops_per_token: float  # forward and backward
+    peak_flops: float | None  # of one card
+    warmup: int
+    times_s: list[float] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, cfg: RunConfig, ranks: int, device: torch.device) -> Throughput:
+        """For a configuration on `ranks` devices."""
+        return cls(
+            tokens_per_step=cfg.train.global_batch_size * cfg.train.seq_length,
+            ranks=ranks,
+            flops_per_token=flops_per_token(cfg.model, cfg.train.seq_length).forward_backward,
+            peak_flops=dense_peak_flops(device),
+            warmup=cfg.logging.warmup_steps,
+        )
+
+    def add(self, seconds: float) -> dict[str, float | None]:
+        """Record one step; returns its rates."""
+        self.times_s.append(seconds)
+        rate = self.tokens_per_step / seconds
+        flops = rate / self.ranks * self.flops_per_token
+        return {
+            "step_time_s": seconds,
+            "tokens_per_second": rate,
+            "tokens_per_second_per_rank": rate / self.ranks,
+            "tflops_per_second_per_rank": flops / 1e12,
+            "mfu": flops / self.peak_flops if self.peak_flops else None,
+        }
+
+    @property
+    def counted_s(self) -> list[float]:
+        """Step times after warm-up, in seconds."""
+        return self.times_s[self.warmup :]
+
+    def mean_step_s(self) -> float:
+        """Mean time of a counted step, or of all steps when none counts yet; in seconds."""
+        times = self.counted_s or self.times_s
+        return sum(times) / len(times) if times else 0.0
+
+    def tokens_per_second(self) -> float | None:
+        """Mean rate over the counted steps; None before there is one."""
+        return self.tokens_per_step / self.mean_step_s() if self.counted_s else None

@@ -1,0 +1,126 @@
+"""DDP wrapping, AdamW and the learning-rate schedule, all megatron-core's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer import ParamKey, get_megatron_optimizer
+from megatron.core.optimizer.optimizer_config import ParamPredicate
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from egmla_megatron.config.schema import RunConfig
+from egmla_megatron.config.to_mcore import ddp_config, optimizer_config
+from egmla_megatron.model.build import BuiltModel
+from egmla_megatron.parallel.world import World
+
+__all__ = ["build_optimizer", "build_schedule", "loading_states", "wrap_ddp"]
+
+STYLES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "wsd": "WSD"}
+
+
+def wrap_ddp(cfg: RunConfig, built: BuiltModel, world: World) -> Any:
+    """megatron-core's DDP around the model, and the schedule hooks in the transformer config."""
+    model = DistributedDataParallel(built.config, ddp_config(cfg), built.wrapped, pg_collection=world.groups)
+    if cfg.parallel.overlap_grad_reduce:
+        built.config.no_sync_func = model.no_sync
+    built.config.finalize_model_grads_func = finalize_model_grads
+    return model
+
+
+def _is_vector(parameter: torch.nn.Parameter) -> bool:
+    return parameter.dim() == 1
+
+
+def _param_overrides(cfg: RunConfig) -> dict[ParamKey, Any]:
+    """No weight decay on norms, biases and gating tables (a rare token's row would only ever shrink)."""
+    opt = cfg.optimizer
+    table = {
+        "wd_mult": 0.0,
+        "max_lr": opt.lr * opt.gate_table_lr_ratio,
+        "min_lr": opt.lr * opt.min_lr_ratio * opt.gate_table_lr_ratio,
+    }
+    vectors = ParamKey(predicate=ParamPredicate(name="norms and biases", fn=_is_vector))
+    return {vectors: {"wd_mult": 0.0}, ParamKey(name="*gate_table.weight"): table}
+
+
+def build_optimizer(cfg: RunConfig, model: Any, built: BuiltModel) -> Any:
+    """AdamW with sharded states when `optimizer.distributed`; gating tables go with the expert buffers."""
+    optimizer = get_megatron_optimizer(optimizer_config(cfg), [model], config_overrides=_param_overrides(cfg))
+    built.config.grad_scale_func = optimizer.scale_loss
+    return optimizer
+
+
+def build_schedule(cfg: RunConfig, optimizer: Any, step: int) -> OptimizerParamScheduler:
+    """Schedule positioned so that the next optimizer step is number `step` (from 0).
+
+    A pure function of the step number, so a resume needs no state of it.
+    """
+    opt, total = cfg.optimizer, cfg.total_steps
+    decay_end = total if opt.schedule == "wsd" else opt.decay_steps or total
+    schedule = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=opt.lr,
+        min_lr=opt.lr * opt.min_lr_ratio,
+        lr_warmup_steps=opt.warmup_steps,
+        lr_decay_steps=max(decay_end, opt.warmup_steps + 1),
+        lr_decay_style=STYLES[opt.schedule],
+        start_wd=opt.weight_decay,
+        end_wd=opt.weight_decay,
+        wd_incr_steps=total,
+        wd_incr_style="constant",
+        wsd_decay_steps=opt.decay_steps or max(1, total // 5),
+        lr_wsd_decay_style="linear",
+    )
+    schedule.step(step + 1)  # the first step already learns: lr/warmup, not 0
+    return schedule
+
+
+def _inner_torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [each.optimizer for each in chained if isinstance(each.optimizer, torch.optim.AdamW | torch.optim.Adam)]
+
+
+@contextmanager
+def _prepared(inner: list[torch.optim.Optimizer]) -> Iterator[None]:
+    steps: dict[int, torch.Tensor] = {}
+    for each in inner:
+        for group in each.param_groups:
+            for p in group["params"]:
+                each.state[p] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(p),
+                    "exp_avg_sq": torch.zeros_like(p),
+                }
+
+    def set_step_aside(each: torch.optim.Optimizer) -> None:
+        for state in each.state.values():
+            if "step" in state:
+                steps[id(each)] = state.pop("step")
+
+    hooks = [each.register_load_state_dict_post_hook(set_step_aside) for each in inner]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for each in inner:
+            for state in each.state.values():
+                if id(each) in steps:
+                    state["step"] = steps[id(each)].clone()
+
+
+def loading_states(cfg: RunConfig, optimizer: Any) -> AbstractContextManager[None]:
+    """Context for loading optimizer states into a fresh optimizer.
+
+    megatron-core 0.19.2's distributed optimizer over torch's AdamW cannot load: it reads `step` from states
+    that torch only makes in its first step (assertion `len(steps) == 1`), then wants every state tensor from
+    the checkpoint, where `step` is not (KeyError). The states are made beforehand and `step` is kept aside
+    while megatron-core copies tensors; all through torch's public API. Transformer Engine's and apex's
+    FusedAdam keep `step` in the parameter group and need nothing.
+    """
+    return _prepared(_inner_torch_optimizers(optimizer) if cfg.optimizer.distributed else [])

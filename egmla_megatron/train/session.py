@@ -1,0 +1,74 @@
+"""One start of a run, from the process groups to the exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+
+from egmla_megatron.config.schema import RunConfig
+from egmla_megatron.errors import UserError
+from egmla_megatron.parallel.liveness import PeerWatch
+from egmla_megatron.parallel.world import close_world
+from egmla_megatron.train.loop import Trainer
+from egmla_megatron.train.setup import check_everything, prepare
+from egmla_megatron.train.signals import StopRequest
+from egmla_megatron.train.sinks import open_sinks
+
+__all__ = ["check_only", "train"]
+
+
+def check_only(cfg: RunConfig) -> int:
+    """Everything that can be checked without starting; prints one line. Raises UserError."""
+    layout, checkpoint = check_everything(cfg, int(os.environ.get("WORLD_SIZE", "1")))
+    print(f"ok: {layout}; {'resumes ' + str(checkpoint) if checkpoint else 'starts from the beginning'}")
+    return 0
+
+
+def train(cfg: RunConfig) -> int:
+    """Train until done, stopped or failed; returns the exit code of this rank.
+
+    Raises:
+        UserError: something the user can mend; nothing that was saved is lost.
+    """
+    stop = StopRequest()
+    run = prepare(cfg)
+    world = run.world
+    watch = PeerWatch(world.store, world.rank, world.size, cfg.train.peer_timeout_s)
+    sinks = open_sinks(cfg, is_first=world.is_first)
+    try:
+        code = Trainer(run, sinks, stop, watch).run()
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"memory: rank {world.rank} ran out of GPU memory ({str(error).splitlines()[0][:160]}); lower "
+            "train.micro_batch_size, set train.recompute=selective or full, or raise parallel.gate_group"
+        ) from error
+    except RuntimeError as error:
+        _explain_lost_peers(error, watch)
+        raise
+    finally:
+        sinks.close()
+    watch.close()
+    close_world()
+    return code
+
+
+def _explain_lost_peers(error: RuntimeError, watch: PeerWatch) -> None:
+    """A failed collective usually means that another rank died: name it. Ends this process if so.
+
+    Only the lowest surviving rank speaks. os._exit, because tearing down groups with a dead member hangs.
+    """
+    dead = watch.dead_peers()
+    if not dead:
+        return
+    if min(set(range(watch.size)) - set(dead)) == watch.rank:
+        names = ", ".join(watch.describe(rank) for rank in dead)
+        reason = " ".join(str(error).split())[:200]
+        print(
+            f"error: {names} died at step {watch.step}; the other ranks end too, start again to resume from the newest "
+            f"checkpoint ({type(error).__name__}: {reason})",
+            file=sys.stderr,
+            flush=True,
+        )
+    os._exit(1)

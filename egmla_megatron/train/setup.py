@@ -1,0 +1,160 @@
+"""Everything a run needs before its first step, in the order in which mistakes are cheapest to find."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from egmla_megatron.checkpoint.load import check_compatible, choose_checkpoint, load_checkpoint
+from egmla_megatron.checkpoint.manifest import read_manifest
+from egmla_megatron.config.check import Layout, check_config
+from egmla_megatron.config.schema import RunConfig
+from egmla_megatron.data.batch import Batch, batch_iterator
+from egmla_megatron.data.dataset import Datasets, build_datasets, micro_batch_indices, parse_blend, resolve_eod
+from egmla_megatron.data.verify import verify_prefix
+from egmla_megatron.errors import UserError
+from egmla_megatron.model.build import BuiltModel, build_model
+from egmla_megatron.parallel.world import World, open_world, rank_environment, seed_everything
+from egmla_megatron.train.optimizer import build_optimizer, build_schedule, wrap_ddp
+from egmla_megatron.train.run_dir import check_run_dir, write_config
+
+__all__ = ["Prepared", "check_everything", "prepare", "training_batches"]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run ready for its next step."""
+
+    cfg: RunConfig
+    world: World
+    built: BuiltModel
+    model: Any  # DDP-wrapped
+    optimizer: Any
+    schedule: Any
+    datasets: Datasets
+    start_step: int  # optimizer steps done before
+    resumed_from: str  # checkpoint folder, empty: a fresh start
+
+
+def check_everything(cfg: RunConfig, world_size: int) -> tuple[Layout, Path | None]:
+    """Configuration, run folder, data and checkpoint, before any process group starts.
+
+    Returns:
+        The layout, and the checkpoint to start from.
+
+    Raises:
+        UserError: names the first thing that would not work.
+    """
+    layout = check_config(cfg, world_size)
+    check_run_dir(cfg)
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        _check_data(cfg)
+    checkpoint = choose_checkpoint(cfg)
+    if checkpoint is not None:
+        check_compatible(cfg, checkpoint, read_manifest(checkpoint), None)
+    return layout, checkpoint
+
+
+def _check_data(cfg: RunConfig) -> None:
+    """Once per node: headers, sizes and ids of every dataset, as far as is cheap."""
+    if not cfg.data.train:
+        raise UserError(
+            "data.train: got nothing, give prefixes of indexed datasets (data.train=[data/mine] for data/mine.bin and "
+            ".idx); tools/preprocess_data.py makes them from text"
+        )
+    for key, entries in (("data.train", cfg.data.train), ("data.valid", cfg.data.valid)):
+        for prefix in parse_blend(entries, key)[0]:
+            verify_prefix(prefix, vocab_size=cfg.model.vocab_size)
+    eod = resolve_eod(cfg)
+    if eod >= cfg.model.vocab_size:
+        raise UserError(f"data.eod_id: got {eod}, allowed 0..{cfg.model.vocab_size - 1} (model.vocab_size)")
+
+
+def prepare(cfg: RunConfig) -> Prepared:
+    """Build the run on this rank and load its checkpoint. Called by every rank."""
+    _, world_size, _ = rank_environment()
+    layout, checkpoint = check_everything(cfg, world_size)
+    world = open_world(cfg, layout)
+    checkpoint = _same_checkpoint(checkpoint, world)
+    seed_everything(cfg.run.seed)
+    if world.is_first:
+        write_config(cfg)
+    datasets = build_datasets(cfg)
+    built = build_model(cfg, world)
+    model = wrap_ddp(cfg, built, world)
+    optimizer = build_optimizer(cfg, model, built)
+    start = 0
+    if checkpoint is not None:
+        start = load_checkpoint(cfg, world, built, optimizer, checkpoint, datasets.fingerprint).step
+        if world.layout.world_size != read_manifest(checkpoint).layout["world_size"]:
+            seed_everything(cfg.run.seed + start)  # the saved generators belong to other ranks
+    return Prepared(
+        cfg=cfg,
+        world=world,
+        built=built,
+        model=model,
+        optimizer=optimizer,
+        schedule=build_schedule(cfg, optimizer, start),
+        datasets=datasets,
+        start_step=start,
+        resumed_from=str(checkpoint or ""),
+    )
+
+
+def _same_checkpoint(mine: Path | None, world: World) -> Path | None:
+    """Rank 0's choice: another rank may not see a fresh folder on a shared disk yet."""
+    choice: list[Any] = [mine]
+    dist.broadcast_object_list(choice, src=0, group=world.control)
+    return choice[0]
+
+
+def training_batches(run: Prepared) -> Iterator[Batch]:
+    """This rank's micro-batches from the resumed position on, endless."""
+    cfg, world = run.cfg, run.world
+    indices = micro_batch_indices(
+        run.start_step * cfg.train.global_batch_size,
+        None,
+        len(run.datasets.train),
+        micro_batch=cfg.train.micro_batch_size,
+        dp_rank=world.dp_rank,
+        dp_size=world.layout.dp,
+    )
+    return batch_iterator(run.datasets.train, indices, world.device, num_workers=cfg.data.num_workers)
+
+
+def validation_batches(run: Prepared) -> tuple[Iterator[Batch], int]:
+    """(this rank's micro-batches of one evaluation, their number); the same samples every time.
+
+    Raises:
+        UserError: less validation data than one micro-batch per rank.
+    """
+    cfg, world = run.cfg, run.world
+    assert run.datasets.valid is not None
+    at_once = cfg.train.micro_batch_size * world.layout.dp
+    available = len(run.datasets.valid)
+    samples = min(cfg.train.eval_batches * cfg.train.global_batch_size, available) // at_once * at_once
+    if samples == 0:
+        raise UserError(
+            f"data.valid: got {available} samples of {cfg.train.seq_length} tokens, allowed at least {at_once} "
+            "(micro_batch_size x data-parallel ranks); use more validation text"
+        )
+    indices = micro_batch_indices(
+        0,
+        samples,
+        available,
+        micro_batch=cfg.train.micro_batch_size,
+        dp_rank=world.dp_rank,
+        dp_size=world.layout.dp,
+    )
+    return batch_iterator(run.datasets.valid, indices, world.device, num_workers=0), samples // at_once
+
+
+def device_name(device: torch.device) -> str:
+    """Name for logs: the card's, or cpu."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

@@ -1,0 +1,189 @@
+"""Where metrics go: console, JSON lines, TensorBoard, wandb. The same names everywhere, units in the names."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from egmla_megatron.config.load import to_dict
+from egmla_megatron.config.schema import RunConfig
+
+__all__ = ["Sinks", "format_duration", "open_sinks"]
+
+
+class Sink(Protocol):
+    """Takes one event: `kind` is start, step, eval, checkpoint or end."""
+
+    def write(self, kind: str, event: Mapping[str, Any]) -> None:
+        """Record the event."""
+
+    def close(self) -> None:
+        """Flush and release."""
+
+
+def format_duration(seconds: float) -> str:
+    """h:mm:ss."""
+    whole = max(0, round(seconds))
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+
+
+class Console:
+    """One aligned line per event on stdout."""
+
+    def write(self, kind: str, event: Mapping[str, Any]) -> None:
+        """Print it."""
+        line = getattr(self, f"_{kind}", None)
+        if line is not None:
+            print(line(event), flush=True)
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    @staticmethod
+    def _start(e: Mapping[str, Any]) -> str:
+        resumed = f"resuming {e['resumed_from']}" if e["resumed_from"] else "from the beginning"
+        return (
+            f"start    step {e['step']} of {e['total_steps']}, {resumed}; {e['world_size']} x {e['device']}, "
+            f"layers by {e['implementation']}, attention {e['attention_backend']}, "
+            f"{e['active_params'] / 1e6:.1f}M active + {e['gate_table_params'] / 1e6:.1f}M table parameters, "
+            f"TP {e['layout']['tp']} PP {e['layout']['pp']} DP {e['layout']['dp']} "
+            f"gate group {e['layout']['gate_group']}"
+        )
+
+    @staticmethod
+    def _step(e: Mapping[str, Any]) -> str:
+        mfu = f"  mfu {100 * e['mfu']:5.1f}%" if e["mfu"] is not None else ""
+        return (
+            f"step {e['step']:>7}/{e['total_steps']}  loss {e['loss']:8.5f}  grad_norm {e['grad_norm']:8.4f}  "
+            f"lr {e['lr']:.3e}  {e['step_time_s'] * 1e3:8.1f} ms  {e['tokens_per_second']:>9,.0f} tokens/s{mfu}  "
+            f"{e['peak_memory_mib']:>7,.0f} MiB  eta {format_duration(e['eta_s'])}"
+            + ("" if not e["skipped"] else "  SKIPPED: not finite")
+        )
+
+    @staticmethod
+    def _eval(e: Mapping[str, Any]) -> str:
+        return f"eval {e['step']:>7}  val_loss {e['val_loss']:8.5f}  val_ppl {e['val_ppl']:9.3f}  {e['seconds']:.1f} s"
+
+    @staticmethod
+    def _checkpoint(e: Mapping[str, Any]) -> str:
+        return f"saved    {e['path']}  {e['seconds']:.1f} s"
+
+    @staticmethod
+    def _end(e: Mapping[str, Any]) -> str:
+        rate = e["tokens_per_second"]
+        return f"end      step {e['step']}: {e['reason']}" + (f"; {rate:,.0f} tokens/s" if rate else "")
+
+
+class JsonLines:
+    """RUN_DIR/metrics.jsonl, appended over restarts; a number that JSON has no word for becomes null."""
+
+    def __init__(self, path: Path) -> None:
+        torn = path.is_file() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
+        self.file = open(path, "a", buffering=1)  # noqa: SIM115 - closed by close()
+        if torn:  # a killed run may leave half a line: do not glue the next one to it
+            self.file.write("\n")
+
+    def write(self, kind: str, event: Mapping[str, Any]) -> None:
+        """Append one object."""
+        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in event.items()}
+        self.file.write(json.dumps({"kind": kind, "unix_time_s": time.time(), **clean}) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self.file.close()
+
+
+def _scalars(event: Mapping[str, Any]) -> dict[str, float]:
+    return {
+        key: float(value)
+        for key, value in event.items()
+        if isinstance(value, int | float) and key not in ("step", "total_steps")
+    }
+
+
+class TensorBoard:
+    """RUN_DIR/tensorboard."""
+
+    def __init__(self, path: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer: Any = SummaryWriter(str(path))
+
+    def write(self, kind: str, event: Mapping[str, Any]) -> None:
+        """Record steps and evaluations."""
+        if kind in ("step", "eval"):
+            for name, value in _scalars(event).items():
+                self.writer.add_scalar(name, value, event["step"])
+
+    def close(self) -> None:
+        """Flush."""
+        self.writer.close()
+
+
+class Wandb:
+    """Weights & Biases, offline unless asked; the run continues under the same id after a restart."""
+
+    def __init__(self, cfg: RunConfig) -> None:
+        import secrets
+
+        import wandb
+
+        identity = Path(cfg.run.dir) / "wandb_id"
+        if not identity.is_file():
+            identity.write_text(secrets.token_hex(4))
+        self.run = wandb.init(
+            project=cfg.logging.wandb_project,
+            name=cfg.run.name,
+            id=identity.read_text().strip(),
+            resume="allow",
+            mode=cfg.logging.wandb,
+            dir=cfg.run.dir,
+            config=to_dict(cfg),
+        )
+
+    def write(self, kind: str, event: Mapping[str, Any]) -> None:
+        """Record steps and evaluations."""
+        if kind in ("step", "eval"):
+            self.run.log(_scalars(event), step=event["step"])
+
+    def close(self) -> None:
+        """Finish the run."""
+        self.run.finish()
+
+
+class Sinks:
+    """All sinks of rank 0; on other ranks there are none and every call does nothing."""
+
+    def __init__(self, sinks: list[Sink]) -> None:
+        self.sinks = sinks
+
+    def write(self, kind: str, event: Mapping[str, Any]) -> None:
+        """Send one event to every sink."""
+        for sink in self.sinks:
+            sink.write(kind, event)
+
+    def close(self) -> None:
+        """Close every sink."""
+        for sink in self.sinks:
+            sink.close()
+
+
+def open_sinks(cfg: RunConfig, *, is_first: bool) -> Sinks:
+    """Open what `logging` asks for. wandb problems (no account, no network) are named and do not stop a run."""
+    if not is_first:
+        return Sinks([])
+    folder = Path(cfg.run.dir)
+    sinks: list[Sink] = [Console(), JsonLines(folder / "metrics.jsonl")]
+    if cfg.logging.tensorboard:
+        sinks.append(TensorBoard(folder / "tensorboard"))
+    if cfg.logging.wandb != "disabled":
+        try:
+            sinks.append(Wandb(cfg))
+        except Exception as error:  # wandb raises many kinds; logging must not cost a training run
+            print(f"warning: wandb is not recording: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    return Sinks(sinks)

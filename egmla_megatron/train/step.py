@@ -1,0 +1,105 @@
+"""One optimizer step, and one forward-only evaluation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from egmla_megatron.config.schema import RunConfig
+from egmla_megatron.data.batch import Batch
+from egmla_megatron.parallel.world import World
+
+__all__ = ["StepResult", "evaluate", "train_step"]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step gave."""
+
+    loss: float  # nats per token, mean over the global batch
+    grad_norm: float  # before clipping
+    applied: bool  # False: NaN or Inf, the weights were left alone
+
+
+def _forward_step(iterator: Iterator[Batch], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    batch = next(iterator)
+
+    def loss_function(loss_per_token_BS: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        mask_BS = batch.loss_mask_BS
+        loss = (loss_per_token_BS.float() * mask_BS).sum() / mask_BS.sum().clamp(min=1.0)
+        return loss, {"loss": loss.detach().clone()}  # cloned: the schedule scales the loss in place
+
+    return model(batch.tokens_BS, batch.position_ids_BS, None, labels=batch.labels_BS), loss_function
+
+
+def _run_schedule(
+    cfg: RunConfig, model: Any, batches: Iterator[Batch], num_microbatches: int, *, forward_only: bool
+) -> list[dict[str, Tensor]]:
+    return get_forward_backward_func()(
+        forward_step_func=_forward_step,
+        data_iterator=batches,
+        model=[model],
+        num_microbatches=num_microbatches,
+        seq_length=cfg.train.seq_length,
+        micro_batch_size=cfg.train.micro_batch_size,
+        forward_only=forward_only,
+    )
+
+
+def _mean_loss(outputs: list[dict[str, Tensor]], world: World) -> Tensor:
+    """Mean over micro-batches and data-parallel ranks, known on every rank (scalar on the device)."""
+    if world.is_last_stage:
+        loss = torch.stack([output["loss"] for output in outputs]).mean()
+        dist.all_reduce(loss, group=world.groups.dp_cp)
+        loss = loss / world.groups.dp_cp.size()
+    else:
+        loss = torch.zeros((), device=world.device)
+    if world.groups.pp.size() > 1:
+        last = dist.get_process_group_ranks(world.groups.pp)[-1]
+        dist.broadcast(loss, src=last, group=world.groups.pp)
+    return loss
+
+
+def _apply(optimizer: Any, clip: float) -> tuple[float, bool]:
+    """Clip and step; returns (gradient norm, applied). A norm that is not finite leaves the weights alone.
+
+    The norm is the same number on all ranks, so all of them skip or none does.
+    """
+    found_inf = optimizer.prepare_grads()
+    norm = float(optimizer.get_grad_norm())
+    if found_inf or not math.isfinite(norm):
+        return norm, False
+    if clip > 0:
+        for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+            parameters = [] if getattr(each, "is_stub_optimizer", False) else each.get_parameters()
+            if parameters:
+                clip_grad_by_total_norm_fp32(parameters, max_norm=clip, total_norm=norm)
+    return norm, bool(optimizer.step_with_ready_grads())
+
+
+def train_step(cfg: RunConfig, world: World, model: Any, optimizer: Any, batches: Iterator[Batch]) -> StepResult:
+    """Forward and backward over the global batch, then the optimizer. One synchronisation, for the norm."""
+    model.zero_grad_buffer()
+    optimizer.zero_grad()
+    outputs = _run_schedule(cfg, model, batches, world.layout.num_microbatches, forward_only=False)
+    loss = _mean_loss(outputs, world)
+    norm, applied = _apply(optimizer, cfg.optimizer.clip_grad)
+    return StepResult(float(loss), norm, applied)
+
+
+@torch.no_grad()
+def evaluate(cfg: RunConfig, world: World, model: Any, batches: Iterator[Batch], num_microbatches: int) -> float:
+    """Mean loss in nats per token over `num_microbatches` per rank, dropout off."""
+    model.eval()
+    try:
+        return float(_mean_loss(_run_schedule(cfg, model, batches, num_microbatches, forward_only=True), world))
+    finally:
+        model.train()

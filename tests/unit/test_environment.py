@@ -1,0 +1,331 @@
+"""The environment: how common.sh finds Python, installs, locks and refuses; what the package may not contain."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+
+# What common.sh may call; the sandbox's PATH holds these and nothing else.
+_TOOLS = (
+    "bash",
+    "cat",
+    "chmod",
+    "cut",
+    "dirname",
+    "env",
+    "flock",
+    "grep",
+    "kill",
+    "ls",
+    "mkdir",
+    "mv",
+    "rm",
+    "sleep",
+    "tail",
+)
+
+_FAKE_UV = """#!/bin/bash
+# Stands in for uv: makes an environment whose python is this one, and counts its installations.
+case "$1" in
+    venv) target="${@: -1}"; mkdir -p "$target/bin"; echo > "$target/pyvenv.cfg"
+          printf '#!/bin/bash\\nexec "%s" "$@"\\n' "$REAL_PYTHON" > "$target/bin/python"
+          chmod +x "$target/bin/python" ;;
+    pip) echo install >> "$COUNT"; sleep "${INSTALL_S:-0}"
+         [ -z "${INSTALL_FAILS:-}" ] || { echo "$INSTALL_FAILS"; exit 1; } ;;
+    *) exit 1 ;;
+esac
+"""
+
+
+class Sandbox:
+    """A copy of the repository's launch files with a PATH and a HOME of its own, in a path with a space."""
+
+    def __init__(self, root: Path, folder: Path) -> None:
+        self.root = folder / "a checkout"
+        self.bin = folder / "bin"
+        self.count = folder / "count"
+        shutil.copytree(root / "launch", self.root / "launch")
+        shutil.copy(root / "pyproject.toml", self.root)
+        self.bin.mkdir()
+        for tool in _TOOLS:
+            if found := shutil.which(tool):
+                (self.bin / tool).symlink_to(found)
+        script = 'source "$(dirname "${BASH_SOURCE[0]}")/common.sh"\necho "$EGMLA_PY|$PWD|$(egmla_path x)"\n'
+        (self.root / "launch" / "probe.sh").write_text(script)
+        self.home = folder / "home"
+        self.home.mkdir()
+
+    def add(self, name: str, text: str) -> None:
+        path = self.bin / name
+        path.write_text(text)
+        path.chmod(0o755)
+
+    def add_python(self) -> None:
+        self.add("python3.12", f'#!/bin/bash\nexec "{sys.executable}" "$@"\n')
+
+    def start(self, **extra: str) -> subprocess.Popen[str]:
+        variables = {"PATH": str(self.bin), "HOME": str(self.home), "COUNT": str(self.count)}
+        variables |= {"REAL_PYTHON": sys.executable, **extra}
+        return subprocess.Popen(
+            [shutil.which("bash") or "bash", str(self.root / "launch" / "probe.sh")],
+            cwd=self.home,
+            env=variables,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+
+    def run(self, **extra: str) -> tuple[int, str, str]:
+        process = self.start(**extra)
+        out, err = process.communicate(timeout=60)
+        return process.returncode, out, err
+
+    @property
+    def installations(self) -> int:
+        return self.count.read_text().count("install") if self.count.exists() else 0
+
+    @property
+    def stamped(self) -> bool:
+        return (self.root / ".venv" / "egmla_stamp").exists()
+
+
+@pytest.fixture
+def sandbox(root: Path, tmp_path: Path) -> Sandbox:
+    return Sandbox(root, tmp_path)
+
+
+def test_no_python_is_one_line(sandbox: Sandbox) -> None:
+    if Path("/opt/conda/bin/python").exists():
+        pytest.skip("this machine has a Python at a place that is always searched: /opt/conda")
+    sandbox.add("python3.12", "#!/bin/bash\necho 'shim: command not found' >&2\nexit 127\n")
+    sandbox.add("python3", "#!/bin/bash\nexit 1\n")
+    code, out, err = sandbox.run()
+    assert (code, out) == (2, "")
+    assert err.startswith("error: no working Python >= 3.12")
+    assert "EGMLA_PYTHON" in err
+    assert err.count("\n") == 1
+
+
+def test_a_broken_shim_is_passed_over(sandbox: Sandbox) -> None:
+    sandbox.add("python3.12", "#!/bin/bash\nexit 127\n")
+    sandbox.add("python3.13", f'#!/bin/bash\nexec "{sys.executable}" "$@"\n')
+    sandbox.add("uv", _FAKE_UV)
+    code, out, err = sandbox.run()
+    assert code == 0, err
+    assert out == f"{sandbox.root}/.venv/bin/python|{sandbox.root}|{sandbox.home}/x\n"
+
+
+def test_pyenv_version_is_found_without_a_shim(sandbox: Sandbox) -> None:
+    folder = sandbox.home / ".pyenv" / "versions" / "3.12.9" / "bin"
+    folder.mkdir(parents=True)
+    (folder / "python").write_text(f'#!/bin/bash\nexec "{sys.executable}" "$@"\n')
+    (folder / "python").chmod(0o755)
+    sandbox.add("uv", _FAKE_UV)
+    assert sandbox.run()[0] == 0
+
+
+def test_a_wrong_egmla_python_is_named(sandbox: Sandbox) -> None:
+    sandbox.add_python()
+    code, _, err = sandbox.run(EGMLA_PYTHON="/nowhere/python")
+    assert code == 2
+    assert err.startswith("error: EGMLA_PYTHON: got /nowhere/python")
+    assert err.count("\n") == 1
+
+
+def test_second_run_installs_nothing_until_the_pins_change(sandbox: Sandbox) -> None:
+    sandbox.add_python()
+    sandbox.add("uv", _FAKE_UV)
+    assert sandbox.run()[0] == 0
+    started = time.monotonic()
+    code, _, err = sandbox.run()
+    assert (code, err) == (0, "")
+    assert time.monotonic() - started < 5
+    assert sandbox.installations == 1
+    with (sandbox.root / "launch" / "constraints.txt").open("a") as file:
+        file.write("another==1.0\n")
+    assert sandbox.run()[0] == 0
+    assert sandbox.installations == 2
+    assert sandbox.run(EGMLA_EXTRAS="dev,te")[0] == 0
+    assert sandbox.installations == 3
+
+
+def test_concurrent_runs_install_once(sandbox: Sandbox) -> None:
+    sandbox.add_python()
+    sandbox.add("uv", _FAKE_UV)
+    processes = [sandbox.start(INSTALL_S="1") for _ in range(3)]
+    for process in processes:
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 0, err
+    assert sandbox.installations == 1
+
+
+def test_concurrent_runs_without_flock(sandbox: Sandbox) -> None:
+    (sandbox.bin / "flock").unlink(missing_ok=True)
+    sandbox.add_python()
+    sandbox.add("uv", _FAKE_UV)
+    processes = [sandbox.start(INSTALL_S="1") for _ in range(2)]
+    for process in processes:
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 0, err
+    assert sandbox.installations == 1
+    assert not (sandbox.root / ".dev" / "install.lock.d").exists()
+
+
+def test_an_interrupted_installation_is_done_again(sandbox: Sandbox) -> None:
+    sandbox.add_python()
+    sandbox.add("uv", _FAKE_UV)
+    process = sandbox.start(INSTALL_S="30")
+    deadline = time.monotonic() + 30
+    while not sandbox.installations and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate(timeout=30)
+    assert not sandbox.stamped
+    (sandbox.root / ".venv" / "half_written").touch()
+    assert sandbox.run()[0] == 0
+    assert sandbox.installations == 2
+    assert sandbox.stamped
+    assert not (sandbox.root / ".venv" / "half_written").exists()
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("error: dns error: failed to lookup address", "error: packages cannot be fetched: the network"),
+        ("ERROR: Because pytest-timeout==9 networkx no solution", "error: installation failed: ERROR: Because"),
+    ],
+)
+def test_a_failed_installation_is_one_line(sandbox: Sandbox, message: str, expected: str) -> None:
+    sandbox.add_python()
+    sandbox.add("uv", _FAKE_UV.replace('exec "%s" "$@"', '[ "$1" != -m ] || exit 1; exec "%s" "$@"'))
+    code, out, err = sandbox.run(INSTALL_FAILS=message)
+    errors = [line for line in err.splitlines() if line.startswith("error:")]
+    assert (code, out) == (2, "")
+    assert len(errors) == 1
+    assert errors[0].startswith(expected)
+    assert not sandbox.stamped
+
+
+def test_a_foreign_folder_is_not_deleted(sandbox: Sandbox) -> None:
+    sandbox.add_python()
+    sandbox.add("uv", _FAKE_UV)
+    precious = sandbox.home / "precious"
+    precious.mkdir()
+    (precious / "file").touch()
+    code, _, err = sandbox.run(EGMLA_VENV="precious")
+    assert code == 2
+    assert "is no Python environment" in err
+    assert (precious / "file").exists()
+
+
+def test_none_uses_the_active_python_and_says_what_it_lacks(sandbox: Sandbox) -> None:
+    sandbox.add_python()
+    code, out, err = sandbox.run(EGMLA_VENV="none")
+    assert code == 0, err
+    assert out.startswith(f"{sandbox.bin}/python3.12|{sandbox.root}|")
+    assert not (sandbox.root / ".venv").exists()
+    sandbox.add("python3.12", f'#!/bin/bash\nexec "{sys.executable}" -S -E "$@"\n')
+    code, _, err = sandbox.run(EGMLA_VENV="none")
+    assert code == 2
+    assert "lacks: torch" in err
+    assert err.count("\n") == 1
+
+
+def _pins(root: Path) -> dict[str, str]:
+    lines = (root / "launch" / "constraints.txt").read_text().splitlines()
+    entries = [line for line in lines if line and not line.startswith("#")]
+    for entry in entries:
+        assert re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9._+]+", entry), entry
+    return dict(entry.lower().split("==") for entry in entries)
+
+
+def test_every_dependency_is_pinned_by_name_and_version_only(root: Path) -> None:
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    pins = _pins(root)
+    for requirement in project["dependencies"] + project["optional-dependencies"]["dev"]:
+        name = re.split(r"[\[<>=!~ ]", requirement)[0].lower()
+        assert name in pins, f"{requirement} has no exact version in launch/constraints.txt"
+    assert pins["megatron-core"].startswith("0.19.")
+    assert pins["transformers"].startswith("5.")
+    assert not any(name.startswith(("nvidia-", "triton")) for name in pins)
+
+
+def test_apex_is_never_a_dependency(root: Path) -> None:
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    listed = [*project["dependencies"], *(line for lines in extras.values() for line in lines)]
+    names = [re.split(r"[\[<>=!~ ]", line)[0] for line in listed]
+    assert "apex" not in names
+    assert {"te", "eval", "dev"} == set(extras)
+    assert project["requires-python"] == ">=3.12"
+
+
+def _sources(root: Path) -> list[Path]:
+    folders = ("egmla_megatron", "tools", "launch", "tests")
+    files = [file for folder in folders for file in (root / folder).rglob("*")]
+    return [file for file in files if file.suffix in (".py", ".sh") and "__pycache__" not in file.parts]
+
+
+def test_no_file_is_longer_than_300_lines(root: Path) -> None:
+    package = [file for file in _sources(root) if "tests" not in file.relative_to(root).parts]
+    long = {str(file): lines for file in package if (lines := len(file.read_text().splitlines())) > 300}
+    assert not long
+
+
+def _rebindings(source: str) -> list[str]:
+    """Returns the places where a source assigns into a module, class or function imported from megatron."""
+    tree = ast.parse(source)
+    names = {"megatron"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron"):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            names |= {alias.asname for alias in node.names if alias.asname and alias.name.startswith("megatron")}
+
+    def rooted(node: ast.expr) -> bool:
+        while isinstance(node, (ast.Attribute, ast.Subscript)):
+            node = node.value
+        return isinstance(node, ast.Name) and node.id in names
+
+    found = []
+    for node in ast.walk(tree):
+        targets: list[ast.expr] = []
+        if isinstance(node, ast.Assign):
+            targets = [target for target in node.targets if isinstance(target, (ast.Attribute, ast.Subscript))]
+        elif isinstance(node, (ast.AugAssign, ast.AnnAssign)) and isinstance(node.target, ast.Attribute):
+            targets = [node.target]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "delattr"):
+            targets = node.args[:1]
+        found += [f"line {node.lineno}: {ast.unparse(node)}" for target in targets if rooted(target)]  # type: ignore[attr-defined]
+    return found
+
+
+def test_no_source_rebinds_anything_of_megatron(root: Path) -> None:
+    """Methods of the library are configured or subclassed, never replaced in place."""
+    found = {str(file): _rebindings(file.read_text()) for file in _sources(root) if file.suffix == ".py"}
+    assert not {file: places for file, places in found.items() if places}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from megatron.core import parallel_state as ps\nps.get_rank = None",
+        "from megatron.core import (\n    utils,\n    tensor_parallel,\n)\ntensor_parallel.layers.f = 1",
+        "import megatron.core\nmegatron.core.utils.x = 1",
+        "from megatron.core.a import B\nsetattr(B, 'forward', f)",
+    ],
+)
+def test_a_rebinding_would_be_seen(source: str) -> None:
+    assert len(_rebindings(source)) == 1
+    assert not _rebindings("from megatron.core import utils\nx = utils.f()\nself.utils = utils")

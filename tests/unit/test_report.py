@@ -1,0 +1,169 @@
+"""Reports of synthetic runs: what a restart does to the curve, what a torn line does, what the tables say."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from egmla_megatron.config.load import dump_yaml, load_config
+from egmla_megatron.errors import UserError
+from egmla_megatron.report.plots import _running_mean
+from egmla_megatron.report.read import read_run
+from egmla_megatron.report.summary import spread, summarize
+from egmla_megatron.report.write import write_comparison, write_report
+
+_TOKENS = 4096  # per step
+
+
+def _step(step: int, loss: float, **extra: Any) -> dict[str, Any]:
+    record = {"kind": "step", "step": step, "loss": loss, "grad_norm": 1.0, "lr": 1e-3, "step_time_s": 0.5}
+    record |= {"tokens": step * _TOKENS, "tokens_per_second": 8000.0 + step, "tokens_per_second_per_rank": 4000.0}
+    record |= {"tflops_per_second_per_rank": 0.1, "mfu": None, "peak_memory_mib": 900.0 + step, "skipped": False}
+    return record | {"unix_time_s": 1.7e9 + step} | extra
+
+
+def _start(step: int, resumed_from: int | None) -> dict[str, Any]:
+    record = {"kind": "start", "step": step, "resumed_from": resumed_from, "world_size": 2, "device": "cpu"}
+    return record | {"unix_time_s": 1.7e9 + step}
+
+
+def _eval(step: int, loss: float) -> dict[str, Any]:
+    return {"kind": "eval", "step": step, "val_loss": loss, "val_ppl": math.exp(loss), "tokens": 1000}
+
+
+def _run(folder: Path, records: list[dict[str, Any]], tail: str = "", name: str = "demo") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(dump_yaml(load_config("quickstart", [f"run.name={name}"])))
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    (folder / "metrics.jsonl").write_text(lines + tail)
+    return folder
+
+
+def _interrupted() -> list[dict[str, Any]]:
+    """Twelve steps, the checkpoint of step 8 resumed, and on to 20."""
+    records = [_start(0, None), *(_step(step, 9.0 - step / 10) for step in range(1, 9))]
+    records += [{"kind": "checkpoint", "step": 8, "seconds": 0.25, "path": "checkpoints/step_8"}, _eval(8, 8.5)]
+    records += [*(_step(step, 99.0) for step in range(9, 13)), _eval(12, 99.0), _start(8, 8)]
+    records += [*(_step(step, 9.0 - step / 10) for step in range(9, 21)), _eval(16, 7.5), _eval(20, 7.75)]
+    return [*records, {"kind": "end", "step": 20}]
+
+
+def test_a_restart_replaces_what_was_lost(tmp_path: Path) -> None:
+    metrics = read_run(_run(tmp_path, _interrupted()))
+    assert [record["step"] for record in metrics.steps] == list(range(1, 21))
+    assert [record["step"] for record in metrics.evals] == [8, 16, 20]
+    assert max(record["loss"] for record in metrics.steps) < 9
+    assert metrics.lost_steps == 4
+    assert [record["step"] for record in metrics.restarts] == [8]
+
+
+def test_steps_beyond_a_restart_leave_the_curve_before_they_are_done_again(tmp_path: Path) -> None:
+    records = [_start(0, None), *(_step(step, 5.0) for step in range(1, 11)), _start(4, 4), _step(5, 4.0)]
+    metrics = read_run(_run(tmp_path, records))
+    assert [record["step"] for record in metrics.steps] == [1, 2, 3, 4, 5]
+    assert metrics.steps[-1]["loss"] == 4.0
+
+
+def test_steady_steps_leave_out_the_warm_up_of_every_start(tmp_path: Path) -> None:
+    metrics = read_run(_run(tmp_path, _interrupted()))
+    assert metrics.config.logging.warmup_steps == 3
+    assert [record["step"] for record in metrics.steady_steps()] == [4, 5, 6, 7, 8, *range(12, 21)]
+
+
+@pytest.mark.parametrize("tail", ['{"kind": "step", "ste', '{"kind": "st{"kind": "step", "step": 3}\n', "[1]\n"])
+def test_a_torn_line_is_counted_and_left_out(tmp_path: Path, tail: str) -> None:
+    metrics = read_run(_run(tmp_path, [_start(0, None), _step(1, 5.0)], tail))
+    assert (len(metrics.steps), metrics.torn_lines) == (1, 1)
+    assert "cut short, left out: 1" in write_report(tmp_path).read_text()
+
+
+def test_summary(tmp_path: Path) -> None:
+    summary = summarize(read_run(_run(tmp_path, _interrupted())))
+    assert (summary.steps, summary.tokens) == (20, 20 * _TOKENS)
+    assert (summary.first_loss, summary.last_loss) == (8.9, 7.0)
+    assert summary.mean_last_loss == pytest.approx(7.45)
+    assert (summary.val_loss, summary.best_val_loss, summary.best_val_step) == (7.75, 7.5, 16)
+    assert summary.training_time_s == pytest.approx(10.0)
+    assert summary.peak_memory_mib == 920.0
+    assert summary.mfu is None
+    assert summary.tokens_per_second is not None
+    assert (summary.tokens_per_second.n, summary.tokens_per_second.median) == (14, 8013.5)
+
+
+def test_skipped_steps_with_nan_are_counted_and_not_averaged(tmp_path: Path) -> None:
+    records = [_start(0, None), _step(1, 5.0), _step(2, math.nan, skipped=True), _step(3, 4.0)]
+    run_dir = _run(tmp_path, records)
+    summary = summarize(read_run(run_dir))
+    assert summary.skipped == 1
+    assert summary.mean_last_loss == 4.5
+    assert "skipped steps (NaN or Inf) | 1" in write_report(run_dir).read_text()
+
+
+def test_spread() -> None:
+    assert spread([]) is None
+    sample = spread([1.0, 2.0, 3.0, 4.0, 100.0])
+    assert sample is not None
+    assert (sample.median, sample.low, sample.high, sample.n) == (3.0, 2.0, 4.0, 5)
+
+
+def test_running_mean() -> None:
+    assert _running_mean([1.0, 3.0, 8.0, 7.0], 3) == [2.0, 4.0, 6.0, 7.5]
+    line = [float(index) for index in range(50)]
+    assert _running_mean(line, 9)[4:-4] == pytest.approx(line[4:-4])
+
+
+def test_report_files_and_tables(tmp_path: Path) -> None:
+    path = write_report(_run(tmp_path, _interrupted()))
+    text = path.read_text()
+    assert path == tmp_path / "report.md"
+    for part in ("validation perplexity, last | 2321.57", "EG-MLA, 4 heads, latent 32", "| 8,014 |", "TP 1"):
+        assert part in text
+    assert "| 2 | 8 | 8 | 2 |" in text
+    assert "Steps whose work was lost to a restart: 4." in text
+    for name in ("loss.png", "throughput.png"):
+        assert f"]({name})" in text
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+        assert (tmp_path / name).stat().st_size > 10_000
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_run_without_evaluation_or_restart(tmp_path: Path) -> None:
+    text = write_report(_run(tmp_path, [_start(0, None), _step(1, 5.0)])).read_text()
+    assert "The run was not interrupted." in text
+    assert "validation loss, last (nats/token) | –" in text
+
+
+def test_comparison(tmp_path: Path) -> None:
+    runs = [_run(tmp_path / name, _interrupted(), name=name) for name in ("one", "two")]
+    path = write_comparison(runs, tmp_path / "out")
+    text = path.read_text()
+    assert "| one | " in text
+    assert "| two | " in text
+    assert (tmp_path / "out" / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(UserError, match="two or more"):
+        write_comparison(runs[:1], tmp_path)
+
+
+def test_mistakes_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no run in"):
+        read_run(tmp_path)
+    with pytest.raises(UserError, match="no finished step"):
+        read_run(_run(tmp_path, [_start(0, None)]))
+
+
+def test_tool(root: Path, tmp_path: Path) -> None:
+    runs = [str(_run(tmp_path / name, _interrupted(), name=name)) for name in ("one", "two")]
+    command = [sys.executable, str(root / "tools" / "report.py")]
+    done = subprocess.run([*command, *runs], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(tmp_path / "comparison.md")
+    assert (tmp_path / "two" / "report.md").exists()
+    failed = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, check=False, timeout=120)
+    assert (failed.returncode, failed.stderr.count("\n")) == (2, 1)
+    assert failed.stderr.startswith("error: no run in")

@@ -1,0 +1,35 @@
+"""Writes the report of a run beside its metrics, or a comparison of several runs.
+
+    python tools/report.py RUN_DIR                          RUN_DIR/report.md, loss.png, throughput.png
+    python tools/report.py RUN_DIR RUN_DIR ... [--out DIR]  those, and DIR/comparison.md with comparison.png
+
+Prints the path of what it wrote last. Exit code 2 on a user's mistake.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from egmla_megatron.cli import run_main
+from egmla_megatron.report.write import write_comparison, write_report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Report of a run, or comparison of several.")
+    parser.add_argument("run_dirs", nargs="+", metavar="RUN_DIR")
+    parser.add_argument("--out", help="folder of the comparison (default: the folder that holds the first run)")
+    arguments = parser.parse_args()
+    for run_dir in arguments.run_dirs:
+        written = write_report(run_dir)
+    if len(arguments.run_dirs) > 1:
+        out = arguments.out or Path(arguments.run_dirs[0]).resolve().parent
+        written = write_comparison(arguments.run_dirs, out)
+    print(written)
+
+
+if __name__ == "__main__":
+    run_main(main)

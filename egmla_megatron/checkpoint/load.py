@@ -27,7 +27,7 @@ from egmla_megatron.model.build import BuiltModel
 from egmla_megatron.parallel.world import World
 from egmla_megatron.train.optimizer import loading_states
 
-__all__ = ["check_compatible", "choose_checkpoint", "load_checkpoint", "read_full_weights"]
+__all__ = ["check_compatible", "choose_checkpoint", "load_checkpoint", "load_weights", "read_full_weights"]
 
 
 def choose_checkpoint(cfg: RunConfig) -> Path | None:
@@ -99,13 +99,14 @@ def load_checkpoint(
             state["rng"] = rng_state(world)
         loaded = dist_checkpointing.load(state, str(path))
         optimizer.load_state_dict(loaded["optimizer"])
-    _load_model(built, loaded["model"], path)
+    load_weights(built, loaded["model"], path)
     if same_ranks:
         restore_rng(loaded["rng"])
     return manifest
 
 
-def _load_model(built: BuiltModel, weights: Mapping[str, Any], path: Path) -> None:
+def load_weights(built: BuiltModel, weights: Mapping[str, Any], path: Path) -> None:
+    """Put loaded weights into the model. Raises UserError naming what is missing or left over."""
     missing, unexpected = built.module.load_state_dict(weights, strict=False)
     missing = [name for name in missing if not name.endswith("_extra_state")]
     if missing or unexpected:
@@ -147,7 +148,7 @@ def read_full_weights(where: str | Path) -> tuple[dict[str, Tensor], ModelConfig
     wanted = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype)
         for key, entry in metadata.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata) and not key.startswith("optimizer.")
+        if isinstance(entry, TensorStorageMetadata) and "optimizer." not in key  # also chained_N.optimizer.state...
     }
     dcp.load(wanted, checkpoint_id=str(path), no_dist=True)
     weights: dict[str, Tensor] = {}

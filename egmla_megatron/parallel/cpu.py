@@ -72,12 +72,15 @@ class _Generators:
 
 
 def _redirect_rng() -> None:
+    """megatron-core imported `_lazy_call` by name before this runs, and it only queues what it is given until CUDA
+    is initialised: so the answer to that question is what has to change."""
     cuda: Any = torch.cuda
-    cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
-    cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    cuda.is_initialized = lambda: True
     cuda.default_generators = _Generators()
-    cuda._lazy_call = lambda fn, *_, **__: fn()
-    cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed))
+    for module in (cuda, cuda.random):  # torch.cuda offers the functions of torch.cuda.random under a second name
+        module.get_rng_state = lambda *_, **__: torch.get_rng_state()
+        module.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+        module.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed))
 
 
 def _redirect_current_device() -> None:

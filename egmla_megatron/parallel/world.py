@@ -18,7 +18,7 @@ from egmla_megatron.config.check import Layout
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.parallel import cpu
 
-__all__ = ["World", "close_world", "open_world", "rank_environment", "seed_everything"]
+__all__ = ["World", "close_world", "form_groups", "open_world", "rank_environment", "seed_everything"]
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,15 @@ def open_world(cfg: RunConfig, layout: Layout) -> World:
     backend = "nccl" if device.type == "cuda" else "gloo"
     device_id = device if device.type == "cuda" else None
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device_id)
+    return form_groups(cfg, layout, local_rank, device, store)
+
+
+def form_groups(cfg: RunConfig, layout: Layout, local_rank: int, device: torch.device, store: Any) -> World:
+    """Divide the ranks that are already connected by the layout; replaces the groups of an earlier layout."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    timeout = timedelta(seconds=cfg.train.collective_timeout_s)
+    if parallel_state.is_initialized():
+        parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,

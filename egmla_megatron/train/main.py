@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from egmla_megatron.errors import UserError
 
-__all__ = ["main"]
+__all__ = ["main", "quiet_libraries"]
 
 USAGE = """usage: python -m egmla_megatron.train CONFIG [section.key=value ...] [--check]
 
@@ -21,7 +21,7 @@ CONFIG    a YAML file, or the name of one in configs/run
 One process per GPU (or CPU rank) through torchrun; alone it is a run of one rank."""
 
 
-def _quiet_libraries() -> None:
+def quiet_libraries() -> None:
     """Drop what megatron-core and torch say at every start about options this project does not use."""
     warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|torch)\..*")
     warnings.filterwarnings(
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     if flags & {"-h", "--help"}:
         print(USAGE)
         return 0
-    _quiet_libraries()
+    quiet_libraries()
     try:
         unknown = flags - {"--check"}
         if unknown or not arguments:

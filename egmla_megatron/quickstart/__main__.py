@@ -1,0 +1,150 @@
+"""The whole path on real text: data, training, kill, resume, evaluation, export, check, generation, report.
+
+`bash launch/quickstart.sh [--out DIR]` calls it. The last line of stdout is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from egmla_megatron.cli import run_main
+from egmla_megatron.config.load import load_config
+from egmla_megatron.errors import UserError
+from egmla_megatron.quickstart.supervise import Launch, read_events, resume_difference, run_training
+from egmla_megatron.quickstart.text import QuickstartData, prepare_text
+
+CONFIG = "quickstart"
+MARKER = "quickstart.json"  # says that the folder is a quickstart's, which a new quickstart may replace
+STEPS_TO_REPEAT = 8  # steps after the checkpoint that are computed twice, to compare
+PROMPTS = ("def __init__(self, ", "import os\n", '"""Return the ')
+
+
+def _open_folder(out: Path) -> Path:
+    """The output folder; a former quickstart's run in it is replaced, its data kept.
+
+    Raises:
+        UserError: the folder holds something else.
+    """
+    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / MARKER).is_file())):
+        raise UserError(f"--out: {out} is there and is not a former quickstart's folder; choose another")
+    out.mkdir(parents=True, exist_ok=True)
+    (out / MARKER).write_text(json.dumps({"started_unix_s": time.time()}))
+    if (out / "run").exists():
+        print(f"replacing the run of a former quickstart in {out}")
+        shutil.rmtree(out / "run")
+    return out
+
+
+def _layout() -> tuple[int, list[str]]:
+    """(ranks, overrides): two CPU ranks, or the GPUs that are there up to four."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return 2, []
+    ranks = 2 ** int(math.log2(min(4, torch.cuda.device_count())))
+    return ranks, [f"parallel.gate_group={ranks}", "run.deterministic=true"]
+
+
+def _train(out: Path, data: QuickstartData, extra: list[str]) -> tuple[list[dict[str, Any]], int, float]:
+    """Train, kill in the middle, resume; returns (events, repeated steps, largest difference of their losses)."""
+    ranks, layout = _layout()
+    run_dir = out / "run"
+    named = [
+        f"run.dir={run_dir}",
+        f"data.train=[{json.dumps(str(data.train))}]",
+        f"data.valid=[{json.dumps(str(data.valid))}]",
+        f"data.tokenizer={data.tokenizer}",
+    ]
+    overrides = [*named, *layout, *extra]
+    cfg = load_config(CONFIG, overrides)
+    launch = Launch(ranks, CONFIG, overrides, run_dir, out / "train.log")
+    launch.log.write_bytes(b"")
+    print(f"training: {cfg.total_steps} steps on {ranks} ranks, gating tables sharded over {cfg.parallel.gate_group}")
+    kill_at = cfg.checkpoint.interval_steps + STEPS_TO_REPEAT
+    run_training(launch, cfg.total_steps, "train", kill_at=kill_at)
+    print("killed in the middle (SIGKILL); resuming from the newest complete checkpoint")
+    run_training(launch, cfg.total_steps, "resume")
+    events = read_events(run_dir)
+    repeated, difference = resume_difference(events)
+    return events, repeated, difference
+
+
+def _export(out: Path, data: QuickstartData) -> tuple[Path, float, list[str]]:
+    """(Hugging Face folder, largest difference of its logits to megatron-core's, three continuations)."""
+    import torch
+
+    from egmla_megatron.checkpoint.load import read_full_weights
+    from egmla_megatron.convert.command import convert_to_hf
+    from egmla_megatron.convert.megatron_logits import megatron_logits
+    from egmla_megatron.convert.to_hf import verify_hf
+    from egmla_megatron.inference.generate import Sampling, generate, load_exported
+
+    weights, model, manifest = read_full_weights(out / "run")
+    facts = {"optimizer steps": f"{manifest.step:,}", "training tokens": f"{manifest.consumed_tokens:,}"}
+    hf_dir = out / "run" / "hf"
+    convert_to_hf(weights, model, facts, hf_dir, dtype_name="fp32", tokenizer=str(data.tokenizer))
+    exported, tokenizer = load_exported(hf_dir, dtype=torch.float32)
+    texts = generate(exported, tokenizer, PROMPTS, Sampling(max_new_tokens=48))
+    samples = [prompt + continuations[0] for prompt, continuations in zip(PROMPTS, texts, strict=True)]
+    ids_BS = torch.randint(model.vocab_size, (2, 128), generator=torch.Generator().manual_seed(0))
+    expected = megatron_logits(out / "run", ids_BS)
+    return hf_dir, verify_hf(hf_dir, lambda _: expected, ids_BS)["max_abs"], samples
+
+
+def _result(out: Path, extra: list[str]) -> dict[str, Any]:
+    import torch
+
+    from egmla_megatron.report.write import write_report
+
+    data = prepare_text(out / "data")
+    events, repeated, difference = _train(out, data, extra)
+    print("exporting to Hugging Face, checking and sampling")
+    hf_dir, logit_difference, samples = _export(out, data)
+    report = write_report(out / "run")
+    steps = [event for event in events if event["kind"] == "step"]
+    evaluation = [event for event in events if event["kind"] == "eval"][-1]
+    tolerance = 1e-3 if torch.cuda.is_available() else 0.0  # on a CPU to the last bit
+    return {
+        "train_loss_first": steps[0]["loss"],
+        "train_loss_last": steps[-1]["loss"],
+        "val_loss": evaluation["val_loss"],
+        "val_ppl": evaluation["val_ppl"],
+        "tokens_per_second": events[-1]["tokens_per_second"],
+        "peak_memory_mib": max(step["peak_memory_mib"] for step in steps),
+        "resume_matches": repeated > 0 and difference <= tolerance,
+        "hf_logit_max_abs_diff": logit_difference,
+        "hf_dir": str(hf_dir),
+        "report": str(report),
+        "samples": samples,
+    }
+
+
+def main() -> int:
+    """Returns the exit code: 0, or 1 when a check of the result failed."""
+    from egmla_megatron.train.main import quiet_libraries
+
+    parser = argparse.ArgumentParser(prog="launch/quickstart.sh", description=__doc__)
+    parser.add_argument("--out", default="runs/quickstart", help="folder to write to (default: %(default)s)")
+    parser.add_argument("overrides", nargs="*", help="section.key=value, as for the trainer")
+    arguments = parser.parse_args()
+    quiet_libraries()
+    with contextlib.redirect_stdout(sys.stderr):  # stdout carries the result alone
+        out = _open_folder(Path(arguments.out))
+        result = _result(out.resolve(), arguments.overrides)
+        for sample in result["samples"]:
+            print("-" * 40 + f"\n{sample}")
+        print("-" * 40)
+    print(json.dumps(result))
+    return 0 if result["resume_matches"] and result["hf_logit_max_abs_diff"] < 1e-3 else 1
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,113 @@
+"""Starts the trainer as a user would, follows its metrics, and can kill it like a power cut."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from egmla_megatron.errors import UserError
+
+__all__ = ["Launch", "read_events", "resume_difference", "run_training"]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How to start the trainer."""
+
+    ranks: int
+    config: str
+    overrides: Sequence[str]
+    run_dir: Path
+    log: Path
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def command(self) -> list[str]:
+        """The torchrun command line."""
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}"]
+        return [*launcher, "-m", "egmla_megatron.train", self.config, *self.overrides]
+
+
+def read_events(run_dir: Path) -> list[dict[str, Any]]:
+    """Finished lines of metrics.jsonl so far."""
+    path = run_dir / "metrics.jsonl"
+    if not path.is_file():
+        return []
+    events = []
+    for line in path.read_text().splitlines(keepends=True):
+        if line.endswith("\n") and line.strip():
+            try:
+                events.append(json.loads(line))
+            except json.JSONDecodeError:
+                continue  # half a line that a kill left behind
+    return events
+
+
+def _follow(process: subprocess.Popen[bytes], launch: Launch, kill_at: int | None, bar: Any) -> bool:
+    """Move the bar until the process ends; True when it was killed at `kill_at`."""
+    while process.poll() is None:
+        time.sleep(0.25)
+        events = read_events(launch.run_dir)
+        steps = [event for event in events if event["kind"] == "step"]
+        if not steps:
+            continue
+        bar.set_postfix_str(f"loss {steps[-1]['loss']:.3f}", refresh=False)
+        bar.update(steps[-1]["step"] - bar.n)
+        saved = any(event["kind"] == "checkpoint" for event in events)
+        if kill_at is not None and saved and steps[-1]["step"] >= kill_at:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return True
+    return False
+
+
+def run_training(launch: Launch, total_steps: int, label: str, kill_at: int | None = None) -> bool:
+    """Run the trainer to its end, or kill -9 it once step `kill_at` is done and a checkpoint is complete.
+
+    Returns:
+        True when it was killed.
+
+    Raises:
+        UserError: the trainer failed; carries the end of its log.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **launch.environment}
+    quiet = 0.5 if sys.stderr.isatty() else 10.0  # seconds between redraws: a log file needs few
+    with open(launch.log, "ab") as log, tqdm(total=total_steps, desc=label, unit="step", mininterval=quiet) as bar:
+        process = subprocess.Popen(
+            launch.command(), stdout=log, stderr=log, env=environment, start_new_session=True, stdin=subprocess.DEVNULL
+        )
+        try:
+            killed = _follow(process, launch, kill_at, bar)
+        finally:
+            if process.poll() is None:  # Ctrl-C here: the trainer saves and ends
+                os.killpg(process.pid, signal.SIGTERM)
+                process.wait()
+        if not killed and process.returncode == 0:
+            bar.update(total_steps - bar.n)
+    if not killed and process.returncode != 0:
+        tail = launch.log.read_text(errors="replace").splitlines()
+        errors = [line for line in tail if line.startswith("error:")]
+        raise UserError(f"training: exit code {process.returncode}; {(errors or tail[-1:])[-1]} (log: {launch.log})")
+    return killed
+
+
+def resume_difference(events: Sequence[dict[str, Any]]) -> tuple[int, float]:
+    """Steps computed both before the kill and after the resume, and the largest difference of their losses."""
+    starts = [i for i, event in enumerate(events) if event["kind"] == "start"]
+    if len(starts) < 2:
+        return 0, float("inf")
+    before, after = (
+        {e["step"]: e["loss"] for e in part if e["kind"] == "step"}
+        for part in (events[: starts[-1]], events[starts[-1] :])
+    )
+    shared = sorted(before.keys() & after.keys())
+    return len(shared), max((abs(before[step] - after[step]) for step in shared), default=float("inf"))

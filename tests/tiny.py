@@ -1,0 +1,87 @@
+"""Models, runs and data small enough for a test, shared by the unit and the distributed tests.
+
+Nothing here imports torch at the top: a test that starts subprocesses pays for it only there.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from egmla_megatron.config.schema import (
+    DataConfig,
+    LoggingConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    RunSection,
+    TrainConfig,
+)
+
+# Every size that tensor parallelism cuts is even. The stds make gradients of the size of the weights.
+TINY = ModelConfig(
+    name="tiny",
+    num_layers=2,
+    hidden_size=24,
+    num_attention_heads=4,
+    intermediate_size=20,
+    qk_nope_head_dim=6,
+    qk_rope_head_dim=4,
+    v_head_dim=5,
+    kv_lora_rank=8,
+    kv_emb_dim=6,
+    vocab_size=64,
+    max_position_embeddings=32,
+    init_std=0.2,
+)
+PLAIN = {"gate": "none", "kv_emb_dim": 0}
+MHA = {**PLAIN, "attention": "mha", "v_head_dim": 6}
+
+
+def tiny_model(**changes: Any) -> ModelConfig:
+    """TINY with changes."""
+    return replace(TINY, **changes)
+
+
+def tiny_run(model: ModelConfig = TINY, folder: str = "runs/tiny", **sections: dict[str, Any]) -> RunConfig:
+    """A fp32 run of `model` on one rank: 4 sequences of 16 tokens a step, silent; `section={key: value}` changes it."""
+    base = RunConfig(
+        run=RunSection(name="tiny", dir=folder, seed=7),
+        model=model,
+        data=DataConfig(num_workers=0),
+        train=TrainConfig(
+            seq_length=16, micro_batch_size=2, global_batch_size=4, steps=6, precision="fp32", eval_interval=0
+        ),
+        optimizer=OptimizerConfig(lr=1e-2, warmup_steps=2, distributed=False),
+        parallel=ParallelConfig(implementation="torch"),
+        logging=LoggingConfig(tensorboard=False, wandb="disabled"),
+    )
+    return replace(base, **{name: replace(getattr(base, name), **changes) for name, changes in sections.items()})
+
+
+def random_documents(count: int, vocab_size: int, seed: int = 0) -> Iterable[list[int]]:
+    """Documents of random length and ids; id 0 ends each."""
+    draw = random.Random(seed)
+    for _ in range(count):
+        yield [draw.randrange(1, vocab_size) for _ in range(draw.randrange(5, 60))] + [0]
+
+
+def write_dataset(prefix: Path, count: int = 80, vocab_size: int = TINY.vocab_size, seed: int = 0) -> str:
+    """A data set with its manifest; returns the prefix."""
+    from egmla_megatron.data.indexed import write_tokens
+
+    documents = random_documents(count, vocab_size, seed)
+    write_tokens(
+        prefix,
+        documents,
+        vocab_size=vocab_size,
+        eod_id=0,
+        tokenizer="none",
+        tokenizer_sha256="",
+        source="random ids of a test",
+    )
+    return str(prefix)

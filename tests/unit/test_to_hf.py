@@ -1,0 +1,171 @@
+"""The exported folder: loads through the auto classes, holds what its index says, is never half there."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from egmla_megatron.attention.reference import ReferenceModel
+from egmla_megatron.config.schema import ModelConfig
+from egmla_megatron.convert import to_hf
+from egmla_megatron.convert.command import convert_to_hf, reference_of
+from egmla_megatron.convert.hf_config import model_config_from_hf, read_hf_config
+from egmla_megatron.convert.names import from_hf_tensors
+from egmla_megatron.convert.to_hf import export_hf, hf_shapes, verify_hf
+from egmla_megatron.data.train_tokenizer import train_sentencepiece
+from egmla_megatron.errors import UserError
+from egmla_megatron.inference.generate import Sampling, generate, load_exported
+
+MODEL = ModelConfig(
+    num_layers=2,
+    hidden_size=16,
+    num_attention_heads=2,
+    intermediate_size=24,
+    qk_nope_head_dim=5,
+    qk_rope_head_dim=4,
+    v_head_dim=3,
+    kv_lora_rank=7,
+    kv_emb_dim=6,
+    vocab_size=640,
+    max_position_embeddings=64,
+)
+
+
+def weights_of(model: ModelConfig) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return dict(from_hf_tensors(dict(ReferenceModel(model).state_dict()), model))
+
+
+def on_disk(folder: Path) -> dict[str, Tensor]:
+    tensors = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as shard:
+            for name in shard.keys():  # noqa: SIM118 (not a mapping)
+                assert name not in tensors
+                tensors[name] = shard.get_tensor(name)
+    return tensors
+
+
+@pytest.fixture(scope="module")
+def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    text = Path(json.__file__).read_text(encoding="utf-8")
+    return train_sentencepiece([text], tmp_path_factory.mktemp("t") / "t.model", vocab_size=600)
+
+
+def test_export_loads_verifies_and_generates(tokenizer_file: Path, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModel
+
+    weights = weights_of(MODEL)
+    folder = export_hf(weights, MODEL, tmp_path / "with space", tokenizer=tokenizer_file, card={"tokens": "1M"})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["with space"]
+    config = AutoConfig.from_pretrained(str(folder), trust_remote_code=True)
+    assert (config.model_type, config.eos_token_id, config.kv_cache_elements_per_token) == ("egmla", 2, 22)
+    assert AutoModel.from_pretrained(str(folder), trust_remote_code=True).norm.weight.shape == (16,)
+    result = verify_hf(folder, reference_of(weights, MODEL), torch.randint(640, (2, 20)))
+    assert result["max_abs"] < 1e-5 and result["greedy_agreement"] == 1
+    model, tokenizer = load_exported(folder, device="cpu")
+    assert model.generation_config.eos_token_id == 2
+    sampling = Sampling(max_new_tokens=5)
+    prompts = ["def f(x):\n", "", "import"]
+    samples = generate(model, tokenizer, prompts, sampling, num_samples=2)
+    assert samples == generate(model, tokenizer, prompts, sampling, num_samples=2)
+    assert [len(row) for row in samples] == [2, 2, 2] and any(any(row) for row in samples)
+    greedy = replace(sampling, temperature=0.0)
+    alone = [generate(model, tokenizer, [prompt], greedy)[0] for prompt in prompts]
+    assert generate(model, tokenizer, prompts, greedy) == alone  # padding changes nothing
+    assert "| tokens | 1M |" in (folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_shards_and_index_agree(tmp_path: Path, tied: bool) -> None:
+    model = replace(MODEL, tie_word_embeddings=tied)
+    folder = export_hf(weights_of(model), model, tmp_path / "hf", max_shard_bytes=20_000, dtype=torch.bfloat16)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    tensors = on_disk(folder)
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == hf_shapes(model)
+    assert ("lm_head.weight" in tensors) is not tied
+    assert index["weight_map"].keys() == tensors.keys()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+    assert set(index["weight_map"].values()) == {path.name for path in folder.glob("*.safetensors")}
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    assert model_config_from_hf(read_hf_config(folder)) == replace(model, name=ModelConfig.name)
+    result = verify_hf(folder, reference_of(weights_of(model), model, torch.bfloat16), torch.randint(640, (1, 9)))
+    assert result["max_abs"] < 1e-5
+
+
+def test_vocabulary_padding_can_be_cut(tokenizer_file: Path, tmp_path: Path) -> None:
+    weights = weights_of(MODEL)
+    folder = export_hf(weights, MODEL, tmp_path / "hf", tokenizer=tokenizer_file, tokenizer_vocab_size=600)
+    tensors = on_disk(folder)
+    assert tensors["model.layers.1.self_attn.gate_embed.weight"].shape == (600, 6)
+    assert verify_hf(folder, reference_of(weights, MODEL), torch.randint(600, (1, 9)))["max_abs"] < 1e-5
+    with pytest.raises(UserError, match="got 600 ids, allowed at most the model's 500 rows"):
+        export_hf(weights, MODEL, tmp_path / "no", tokenizer=tokenizer_file, tokenizer_vocab_size=500)
+
+
+def test_failure_leaves_nothing_and_keeps_the_older_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = weights_of(MODEL)
+    folder = export_hf(weights, MODEL, tmp_path / "hf")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    incomplete = {name: tensor for name, tensor in weights.items() if "linear_fc2" not in name}
+    with pytest.raises(UserError, match=r"2 missing \(decoder\.layers\.0\.mlp\.linear_fc2\.weight"):
+        export_hf(incomplete, MODEL, folder)
+
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(to_hf, "model_card", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        export_hf(weights, MODEL, folder)
+    monkeypatch.undo()
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    export_hf(weights, MODEL, folder, dtype=torch.float16)
+    assert on_disk(folder)["model.norm.weight"].dtype == torch.float16
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_user_mistakes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = weights_of(MODEL)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").touch()
+    with pytest.raises(UserError, match="is no EG-MLA export"):
+        export_hf(weights, MODEL, tmp_path / "other")
+    with pytest.raises(UserError, match=r"kv_b_proj\.weight: got shape \(16, 7\), the configuration says \(16, 8\)"):
+        wider = replace(MODEL, kv_lora_rank=8)
+        export_hf(
+            {**weights_of(wider), **{k: v for k, v in weights.items() if "up.weight" in k}}, wider, tmp_path / "x"
+        )
+    mha = replace(MODEL, attention="mha", gate="none", kv_emb_dim=0)
+    with pytest.raises(UserError, match="got 'mha', allowed 'mla'"):
+        export_hf(weights_of(mha), mha, tmp_path / "x")
+    monkeypatch.setattr(to_hf.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
+    with pytest.raises(UserError, match="0 MiB free, the export needs"):
+        export_hf(weights, MODEL, tmp_path / "x")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other"]
+
+
+def test_command_prints_the_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = replace(MODEL, gate="none", kv_emb_dim=0)
+    result = convert_to_hf(weights_of(plain), plain, {"step": 7}, tmp_path / "hf", verify=True)
+    assert result is not None and result["max_abs"] < 1e-4
+    assert "greedy_agreement 1" in capsys.readouterr().out
+    assert "| step | 7 |" in (tmp_path / "hf" / "README.md").read_text()
+
+
+def test_prompts_that_do_not_fit(tokenizer_file: Path, tmp_path: Path) -> None:
+    folder = export_hf(weights_of(MODEL), MODEL, tmp_path / "hf", tokenizer=tokenizer_file)
+    model, tokenizer = load_exported(folder, device="cpu")
+    with pytest.raises(UserError, match="allowed 64"):
+        generate(model, tokenizer, ["a"], Sampling(max_new_tokens=64))
+    with pytest.raises(UserError, match="top_p: got 0"):
+        generate(model, tokenizer, ["a"], Sampling(top_p=0.0))
+    with pytest.raises(UserError, match="num_samples: got 2 with temperature 0"):
+        generate(model, tokenizer, ["a"], Sampling(temperature=0.0), num_samples=2)

@@ -24,6 +24,7 @@ from egmla_megatron.config.load import architecture, architecture_difference, fr
 from egmla_megatron.config.schema import ModelConfig, RunConfig
 from egmla_megatron.errors import UserError
 from egmla_megatron.model.build import BuiltModel
+from egmla_megatron.model.names import canonical_name
 from egmla_megatron.parallel.world import World
 from egmla_megatron.train.optimizer import loading_states
 
@@ -116,10 +117,6 @@ def load_weights(built: BuiltModel, weights: Mapping[str, Any], path: Path) -> N
 
 
 LAYER_STACK = re.compile(r"^decoder\.layers\.(?!\d)(.+)$")
-TE_NORMS = {
-    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
-    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
-}
 
 
 def _per_layer(key: str, tensor: Tensor) -> dict[str, Tensor]:
@@ -127,9 +124,7 @@ def _per_layer(key: str, tensor: Tensor) -> dict[str, Tensor]:
     match = LAYER_STACK.match(key)
     if match is None:
         return {key: tensor}
-    name = match.group(1)
-    for fused, plain in TE_NORMS.items():
-        name = name.replace(fused, plain)
+    name = canonical_name(match.group(1))
     return {f"decoder.layers.{layer}.{name}": tensor[layer] for layer in range(tensor.shape[0])}
 
 

@@ -52,7 +52,7 @@ pipeline_tag: text-generation
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-tokenizer = AutoTokenizer.from_pretrained("this folder")
+tokenizer = AutoTokenizer.from_pretrained("this folder", trust_remote_code=True)
 model = AutoModelForCausalLM.from_pretrained("this folder", trust_remote_code=True)
 ids = tokenizer("Once", return_tensors="pt")
 print(tokenizer.decode(model.generate(**ids, max_new_tokens=32)[0]))

@@ -41,7 +41,7 @@ def load_exported(hf_dir: str | Path, *, dtype: torch.dtype | str = "auto", devi
     read_hf_config(hf_dir)
     if not (Path(hf_dir) / "tokenizer_config.json").is_file():
         raise UserError(f"{hf_dir}: got no tokenizer_config.json; export the model with its tokenizer")
-    tokenizer = AutoTokenizer.from_pretrained(str(hf_dir), padding_side="left")
+    tokenizer = AutoTokenizer.from_pretrained(str(hf_dir), padding_side="left", trust_remote_code=True)
     model = AutoModelForCausalLM.from_pretrained(str(hf_dir), trust_remote_code=True, dtype=dtype)
     return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval(), tokenizer
 

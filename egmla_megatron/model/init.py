@@ -7,32 +7,18 @@ rank keeps its part: TP, PP, DP and W change nothing (on one kind of device).
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from egmla_megatron.config.schema import ModelConfig
+from egmla_megatron.model.names import global_names
 from egmla_megatron.parallel.world import World
 
-__all__ = ["global_names", "initialize_weights", "weight_std"]
+__all__ = ["initialize_weights", "weight_std"]
 
 TABLE = "gate_table.weight"
-EMBEDDING = "embedding.word_embeddings.weight"
-
-
-def global_names(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Parameters with the layer's number in the model, not in the stage; a tied output layer is the embedding."""
-    for name, parameter in module.named_parameters():
-        if name == "output_layer.weight" and getattr(parameter, "shared_embedding", False):
-            name = EMBEDDING
-        parts = name.split(".")
-        if "layers" in parts:
-            at = parts.index("layers") + 1
-            layer: Any = module.get_submodule(".".join(parts[: at + 1]))
-            parts[at] = str(int(layer.layer_number) - 1)
-        yield ".".join(parts), parameter
 
 
 def weight_std(name: str, model: ModelConfig) -> float | None:

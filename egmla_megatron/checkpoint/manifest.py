@@ -149,4 +149,7 @@ def prune(root: Path, keep: int, keep_every_steps: int) -> list[Path]:
     for path in gone:
         (path / MARKER).unlink()  # first, so that a half-deleted folder is never taken for whole
         shutil.rmtree(path)
+    for path in root.glob("step_*.incomplete"):  # of saves that a crash interrupted
+        if complete and step_of(path.with_suffix("")) < step_of(complete[-1]):
+            shutil.rmtree(path)
     return gone

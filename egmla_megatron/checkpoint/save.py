@@ -66,10 +66,10 @@ class Saver:
         Raises:
             UserError: the disk is full or the write failed; earlier checkpoints are untouched.
         """
+        self.finish()  # one write at a time, and it may be of this very step
         final = checkpoint_path(self.root, step)
         if self._agree(is_complete(final)):
             return
-        self.finish()  # one write at a time
         started = time.time()
         temporary = final.with_name(final.name + ".incomplete")
         self._prepare(temporary)

@@ -140,6 +140,7 @@ class CheckpointConfig:
 
     interval_steps: int = 1000  # steps, 0: never by step
     interval_minutes: float = 0.0  # minutes, 0: never by time
+    at_end: bool = True  # save after the last step; false only for measurements
     keep: int = 3  # newest complete checkpoints kept, 0: all
     keep_every_steps: int = 0  # additionally keep every checkpoint whose step this divides, 0: none
     resume: Literal["auto", "required", "never"] = "auto"  # auto: newest complete checkpoint of the run if there is one

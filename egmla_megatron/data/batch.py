@@ -48,6 +48,7 @@ def batch_iterator(
         num_workers=num_workers,
         pin_memory=cuda,
         persistent_workers=num_workers > 0,
+        generator=torch.Generator(),  # its own: each start of a loader draws a number, which would shift dropout
     )
     positions_S: Tensor | None = None
     for sample in loader:

@@ -45,17 +45,13 @@ def _draw(name: str, shape: tuple[int, ...], std: float, seed: int, device: torc
     return torch.empty(shape, device=device).normal_(0.0, std, generator=generator)
 
 
-def _part(full: Tensor, parameter: Any, name: str, world: World) -> Tensor:
-    """This rank's part of a whole dense tensor."""
+def _part(full: Tensor, parameter: Any, gated_mlp: bool, world: World) -> Tensor:
+    """This rank's part of a whole dense tensor; a SwiGLU's [gate; up] is cut half by half."""
     if not getattr(parameter, "tensor_model_parallel", False):
         return full
     tp = world.groups.tp
-    halves = full.chunk(2, 0) if _is_gated_fc1(name, full, parameter) else (full,)
+    halves = full.chunk(2, 0) if gated_mlp else (full,)
     return torch.cat([half.chunk(tp.size(), parameter.partition_dim)[tp.rank()] for half in halves], 0)
-
-
-def _is_gated_fc1(name: str, full: Tensor, parameter: Any) -> bool:
-    return name.endswith("mlp.linear_fc1.weight") and parameter.partition_dim == 0 and full.shape[0] % 2 == 0
 
 
 def _fill_table(parameter: nn.Parameter, model: ModelConfig, seed: int, world: World) -> None:
@@ -83,4 +79,5 @@ def initialize_weights(module: nn.Module, model: ModelConfig, seed: int, world: 
         if getattr(parameter, "tensor_model_parallel", False):
             shape[parameter.partition_dim] *= world.groups.tp.size()
         full = _draw(name, tuple(shape), std, seed, parameter.device)
-        parameter.copy_(_part(full, parameter, name, world))
+        gated_mlp = model.attention == "mla" and name.endswith("mlp.linear_fc1.weight")  # the MHA baseline has a GELU
+        parameter.copy_(_part(full, parameter, gated_mlp, world))

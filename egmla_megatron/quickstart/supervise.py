@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,10 @@ class Launch:
     overrides: Sequence[str]
     run_dir: Path
     log: Path
-    environment: dict[str, str] = field(default_factory=dict)
 
     def command(self) -> list[str]:
-        """The torchrun command line."""
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}"]
+        """The command line."""
+        launcher = [sys.executable, "-m", "egmla_megatron.launch", "--standalone", f"--nproc-per-node={self.ranks}"]
         return [*launcher, "-m", "egmla_megatron.train", self.config, *self.overrides]
 
 
@@ -79,11 +78,10 @@ def run_training(launch: Launch, total_steps: int, label: str, kill_at: int | No
     Raises:
         UserError: the trainer failed; carries the end of its log.
     """
-    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **launch.environment}
     quiet = 0.5 if sys.stderr.isatty() else 10.0  # seconds between redraws: a log file needs few
     with open(launch.log, "ab") as log, tqdm(total=total_steps, desc=label, unit="step", mininterval=quiet) as bar:
         process = subprocess.Popen(
-            launch.command(), stdout=log, stderr=log, env=environment, start_new_session=True, stdin=subprocess.DEVNULL
+            launch.command(), stdout=log, stderr=log, start_new_session=True, stdin=subprocess.DEVNULL
         )
         try:
             killed = _follow(process, launch, kill_at, bar)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import sys
+import time
 import warnings
 from collections.abc import Sequence
 
 from egmla_megatron.errors import UserError
 
 __all__ = ["main", "quiet_libraries"]
+
+ALONE_AFTER_S = 8.0  # seconds in which the launcher surely has ended a rank that did not fail alone
 
 USAGE = """usage: python -m egmla_megatron.train CONFIG [section.key=value ...] [--check]
 
@@ -28,7 +32,7 @@ def quiet_libraries() -> None:
         "ignore", category=UserWarning, message=r"The \.grad attribute of a Tensor that is not a leaf"
     )
     warnings.filterwarnings("ignore", category=FutureWarning)
-    warnings.filterwarnings("ignore", category=SyntaxWarning, module=r"megatron\..*")
+    warnings.filterwarnings("ignore", category=SyntaxWarning)
     for name in ("megatron", "torch.distributed.elastic", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
@@ -44,6 +48,17 @@ def _train(arguments: Sequence[str], *, check_only: bool) -> int:
     from egmla_megatron.train.session import train
 
     return check(cfg) if check_only else train(cfg)
+
+
+def _report(error: UserError) -> None:
+    """One line per node. Ranks usually fail together: the others wait for the first to speak, and end with it
+    when the launcher ends them; a rank that is still there after that failed alone and speaks for itself."""
+    rank, local_rank = os.environ.get("RANK", "0"), os.environ.get("LOCAL_RANK", "0")
+    where = "" if rank == "0" else f"{socket.gethostname()}, rank {rank}: "
+    if local_rank != "0":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(ALONE_AFTER_S)
+    print(f"error: {where}" + " ".join(str(error).split()), file=sys.stderr, flush=True)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -63,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
             )
         return _train(arguments, check_only="--check" in flags)
     except UserError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # once per node, not once per rank
-            where = f"{socket.gethostname()}: " if os.environ.get("RANK", "0") != "0" else ""
-            print(f"error: {where}" + " ".join(str(error).split()), file=sys.stderr, flush=True)
+        _report(error)
         return 2
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT

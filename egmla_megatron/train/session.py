@@ -32,8 +32,8 @@ def train(cfg: RunConfig) -> int:
     Raises:
         UserError: something the user can mend; nothing that was saved is lost.
     """
-    stop = StopRequest()
     run = prepare(cfg)
+    stop = StopRequest()  # not before: until then there is nothing to save, and a signal simply ends the process
     world = run.world
     watch = PeerWatch(world.store, world.rank, world.size, cfg.train.peer_timeout_s)
     sinks = open_sinks(cfg, is_first=world.is_first)

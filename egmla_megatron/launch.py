@@ -1,0 +1,63 @@
+"""torchrun with the manners of a command line: `python -m egmla_megatron.launch [torchrun options] -m MODULE ...`.
+
+torchrun itself gives workers 30 s after Ctrl-C or SIGTERM, too little for a large checkpoint, swallows SIGUSR1,
+and ends every failure with a traceback and exit code 1. This passes SIGINT, SIGTERM and SIGUSR1 on and waits for
+the workers to save and end; its exit code is that of the worker that failed first.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+__all__ = ["main"]
+
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+def _forward(number: int, frame: FrameType | None) -> None:
+    import psutil
+
+    for child in psutil.Process().children():
+        if "egmla_megatron.launch" not in " ".join(child.cmdline()):
+            child.send_signal(number)
+
+
+def _exit_code(failures: dict[int, object]) -> int:
+    """Name ranks that a signal killed (a worker that could, spoke itself); exit code of the first failure."""
+    first = min(failures.values(), key=lambda failure: failure.timestamp)  # type: ignore[attr-defined]
+    code: int = first.exitcode  # type: ignore[attr-defined]
+    if code >= 0:
+        return code
+    rank = next(rank for rank, failure in failures.items() if failure is first)
+    name = signal.Signals(-code).name
+    print(f"error: rank {rank} (pid {first.pid}) was killed by {name}", file=sys.stderr)  # type: ignore[attr-defined]
+    return 1
+
+
+def main(argv: Sequence[str]) -> int:
+    """Launch; returns the exit code. Options are torchrun's."""
+    import logging
+
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    for name in ("torch.distributed.elastic", "torch.distributed.run"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # what failed is said below, and by the workers
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's default, without its banner
+    arguments = parse_args(list(argv))
+    arguments.signals_to_handle = "SIGHUP,SIGQUIT"
+    for number in FORWARDED:
+        signal.signal(number, _forward)
+    try:
+        run(arguments)
+    except ChildFailedError as error:
+        return _exit_code(dict(error.failures))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -13,14 +13,14 @@ from megatron.core import dist_checkpointing
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from egmla_megatron.checkpoint.choose import check_compatible
 from egmla_megatron.checkpoint.manifest import (
     Manifest,
-    complete_checkpoints,
     find_checkpoint,
     read_manifest,
 )
 from egmla_megatron.checkpoint.state import model_state, optimizer_state, restore_rng, rng_state
-from egmla_megatron.config.load import architecture, architecture_difference, from_dict
+from egmla_megatron.config.load import from_dict
 from egmla_megatron.config.schema import ModelConfig, RunConfig
 from egmla_megatron.errors import UserError
 from egmla_megatron.model.build import BuiltModel
@@ -28,61 +28,7 @@ from egmla_megatron.model.names import canonical_name
 from egmla_megatron.parallel.world import World
 from egmla_megatron.train.optimizer import loading_states
 
-__all__ = ["check_compatible", "choose_checkpoint", "load_checkpoint", "load_weights", "read_full_weights"]
-
-
-def choose_checkpoint(cfg: RunConfig) -> Path | None:
-    """The checkpoint to start from, or None for a fresh start.
-
-    Raises:
-        UserError: a checkpoint is required and there is none.
-    """
-    own = complete_checkpoints(Path(cfg.run.dir) / "checkpoints")
-    if cfg.checkpoint.resume != "never" and own:
-        return own[-1]
-    if cfg.checkpoint.load:
-        return find_checkpoint(Path(cfg.checkpoint.load))
-    if cfg.checkpoint.resume == "required":
-        raise UserError(
-            f"checkpoint.resume=required: {Path(cfg.run.dir) / 'checkpoints'} holds no complete checkpoint; "
-            "use auto to start from the beginning"
-        )
-    return None
-
-
-def check_compatible(cfg: RunConfig, path: Path, manifest: Manifest, data_fingerprint: str | None) -> None:
-    """Refuse a checkpoint that this configuration would continue wrongly.
-
-    Args:
-        data_fingerprint: of the datasets that were built; None: not built yet.
-
-    Raises:
-        UserError: names what differs.
-    """
-    differences = architecture_difference(manifest.architecture, architecture(cfg.model))
-    if differences:
-        raise UserError(
-            f"checkpoint: {path} is of another architecture ({'; '.join(differences[:4])}); use its configuration, "
-            "or another run.dir to start anew"
-        )
-    if manifest.distributed_optimizer != cfg.optimizer.distributed:
-        raise UserError(
-            f"optimizer.distributed: {path} was saved with {manifest.distributed_optimizer}, the configuration says "
-            f"{cfg.optimizer.distributed}; set optimizer.distributed={str(manifest.distributed_optimizer).lower()}"
-        )
-    before = manifest.config["train"]
-    batch = (before["global_batch_size"], before["seq_length"])
-    if batch != (cfg.train.global_batch_size, cfg.train.seq_length):
-        raise UserError(
-            f"train: {path} was trained with global_batch_size, seq_length = {batch}, got "
-            f"{(cfg.train.global_batch_size, cfg.train.seq_length)}; the data position would be lost: keep them"
-        )
-    if data_fingerprint is not None and data_fingerprint != manifest.data_fingerprint:
-        raise UserError(
-            f"data: {path} was trained on other data or in another order (fingerprint {manifest.data_fingerprint}, "
-            f"now {data_fingerprint}); keep data.train, run.seed and train.seq_length (with weighted data also "
-            "train.steps), or start a new run.dir"
-        )
+__all__ = ["load_checkpoint", "load_weights", "read_full_weights"]
 
 
 def load_checkpoint(

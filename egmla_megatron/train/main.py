@@ -39,15 +39,16 @@ def quiet_libraries() -> None:
 
 def _train(arguments: Sequence[str], *, check_only: bool) -> int:
     from egmla_megatron.config.load import load_config
+    from egmla_megatron.train.preflight import check_everything
 
     cfg = load_config(arguments[0], arguments[1:])
-    from egmla_megatron.config.check import check_config
-
-    check_config(cfg, int(os.environ.get("WORLD_SIZE", "1")))  # before torch is even imported
-    from egmla_megatron.train.session import check_only as check
+    layout, checkpoint = check_everything(cfg, int(os.environ.get("WORLD_SIZE", "1")))
+    if check_only:
+        print(f"ok: {layout}; {'resumes ' + str(checkpoint) if checkpoint else 'starts from the beginning'}")
+        return 0
     from egmla_megatron.train.session import train
 
-    return check(cfg) if check_only else train(cfg)
+    return train(cfg, layout, checkpoint)
 
 
 def _report(error: UserError) -> None:

@@ -4,35 +4,33 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 import torch
 
+from egmla_megatron.config.check import Layout
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.errors import UserError
 from egmla_megatron.parallel.liveness import PeerWatch
 from egmla_megatron.parallel.world import close_world
 from egmla_megatron.train.loop import Trainer
-from egmla_megatron.train.setup import check_everything, prepare
+from egmla_megatron.train.setup import prepare
 from egmla_megatron.train.signals import StopRequest
 from egmla_megatron.train.sinks import open_sinks
 
-__all__ = ["check_only", "train"]
+__all__ = ["train"]
 
 
-def check_only(cfg: RunConfig) -> int:
-    """Everything that can be checked without starting; prints one line. Raises UserError."""
-    layout, checkpoint = check_everything(cfg, int(os.environ.get("WORLD_SIZE", "1")))
-    print(f"ok: {layout}; {'resumes ' + str(checkpoint) if checkpoint else 'starts from the beginning'}")
-    return 0
-
-
-def train(cfg: RunConfig) -> int:
+def train(cfg: RunConfig, layout: Layout, checkpoint: Path | None) -> int:
     """Train until done, stopped or failed; returns the exit code of this rank.
+
+    Args:
+        layout, checkpoint: what `preflight.check_everything` found.
 
     Raises:
         UserError: something the user can mend; nothing that was saved is lost.
     """
-    run = prepare(cfg)
+    run = prepare(cfg, layout, checkpoint)
     stop = StopRequest()  # not before: until then there is nothing to save, and a signal simply ends the process
     world = run.world
     watch = PeerWatch(world.store, world.rank, world.size, cfg.train.peer_timeout_s)

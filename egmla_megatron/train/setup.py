@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,20 +10,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from egmla_megatron.checkpoint.load import check_compatible, choose_checkpoint, load_checkpoint
+from egmla_megatron.checkpoint.load import load_checkpoint
 from egmla_megatron.checkpoint.manifest import read_manifest
-from egmla_megatron.config.check import Layout, check_config
+from egmla_megatron.config.check import Layout
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.data.batch import Batch, batch_iterator
-from egmla_megatron.data.dataset import Datasets, build_datasets, micro_batch_indices, parse_blend, resolve_eod
-from egmla_megatron.data.verify import verify_prefix
+from egmla_megatron.data.dataset import Datasets, build_datasets, micro_batch_indices
 from egmla_megatron.errors import UserError
 from egmla_megatron.model.build import BuiltModel, build_model
-from egmla_megatron.parallel.world import World, open_world, rank_environment, seed_everything
+from egmla_megatron.parallel.world import World, open_world, seed_everything
 from egmla_megatron.train.optimizer import build_optimizer, build_schedule, wrap_ddp
-from egmla_megatron.train.run_dir import check_run_dir, write_config
+from egmla_megatron.train.run_dir import write_config
 
-__all__ = ["Prepared", "check_everything", "prepare", "training_batches"]
+__all__ = ["Prepared", "device_name", "prepare", "training_batches", "validation_batches"]
 
 
 @dataclass(frozen=True)
@@ -42,44 +40,8 @@ class Prepared:
     resumed_from: str  # checkpoint folder, empty: a fresh start
 
 
-def check_everything(cfg: RunConfig, world_size: int) -> tuple[Layout, Path | None]:
-    """Configuration, run folder, data and checkpoint, before any process group starts.
-
-    Returns:
-        The layout, and the checkpoint to start from.
-
-    Raises:
-        UserError: names the first thing that would not work.
-    """
-    layout = check_config(cfg, world_size)
-    check_run_dir(cfg)
-    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        _check_data(cfg)
-    checkpoint = choose_checkpoint(cfg)
-    if checkpoint is not None:
-        check_compatible(cfg, checkpoint, read_manifest(checkpoint), None)
-    return layout, checkpoint
-
-
-def _check_data(cfg: RunConfig) -> None:
-    """Once per node: headers, sizes and ids of every dataset, as far as is cheap."""
-    if not cfg.data.train:
-        raise UserError(
-            "data.train: got nothing, give prefixes of indexed datasets (data.train=[data/mine] for data/mine.bin and "
-            ".idx); tools/preprocess_data.py makes them from text"
-        )
-    for key, entries in (("data.train", cfg.data.train), ("data.valid", cfg.data.valid)):
-        for prefix in parse_blend(entries, key)[0]:
-            verify_prefix(prefix, vocab_size=cfg.model.vocab_size)
-    eod = resolve_eod(cfg)
-    if eod >= cfg.model.vocab_size:
-        raise UserError(f"data.eod_id: got {eod}, allowed 0..{cfg.model.vocab_size - 1} (model.vocab_size)")
-
-
-def prepare(cfg: RunConfig) -> Prepared:
+def prepare(cfg: RunConfig, layout: Layout, checkpoint: Path | None) -> Prepared:
     """Build the run on this rank and load its checkpoint. Called by every rank."""
-    _, world_size, _ = rank_environment()
-    layout, checkpoint = check_everything(cfg, world_size)
     world = open_world(cfg, layout)
     checkpoint = _same_checkpoint(checkpoint, world)
     seed_everything(cfg.run.seed)

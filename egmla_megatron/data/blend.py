@@ -1,0 +1,61 @@
+"""What `data.train` and `data.valid` name, read without torch or megatron-core: checks must be quick."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from egmla_megatron.config.schema import RunConfig
+from egmla_megatron.errors import UserError
+
+__all__ = ["parse_blend", "resolve_eod"]
+
+
+def parse_blend(entries: Sequence[str], key: str) -> tuple[list[str], list[float] | None]:
+    """`(prefix, ...)` or `(weight, prefix, weight, prefix, ...)` -> (prefixes, weights or None).
+
+    Raises:
+        UserError: a weight is missing, or not positive.
+    """
+
+    def number(text: str) -> float | None:
+        try:
+            return float(text)
+        except ValueError:
+            return None
+
+    weights = [number(entry) for entry in entries[0::2]]
+    if not entries or all(number(entry) is None for entry in entries):
+        return list(entries), None
+    bad = len(entries) % 2 or any(w is None or not math.isfinite(w) or w <= 0 for w in weights)
+    if bad or any(number(entry) is not None for entry in entries[1::2]):
+        raise UserError(
+            f"{key}: got {list(entries)}, allowed [prefix, ...] or [weight, prefix, weight, prefix, ...] with "
+            "positive weights; give every prefix a weight or none"
+        )
+    return list(entries[1::2]), [float(w) for w in weights if w is not None]
+
+
+def resolve_eod(cfg: RunConfig) -> int:
+    """End-of-document id: `data.eod_id`, or what the manifests of the training data agree on.
+
+    Raises:
+        UserError: no manifest names one, or they differ.
+    """
+    if cfg.data.eod_id >= 0:
+        return cfg.data.eod_id
+    prefixes, _ = parse_blend(cfg.data.train, "data.train")
+    found = {}
+    for prefix in prefixes:
+        manifest = Path(f"{prefix}.json")
+        if manifest.is_file():
+            found[prefix] = json.loads(manifest.read_text()).get("eod_id")
+    ids = set(found.values())
+    if len(ids) != 1 or None in ids or len(found) < len(prefixes):
+        raise UserError(
+            f"data.eod_id: the end-of-document id is not known (manifests say {found or 'nothing'}); "
+            "set data.eod_id=N, 50256 for GPT-2 tokens"
+        )
+    return int(ids.pop())

@@ -85,3 +85,36 @@ def write_dataset(prefix: Path, count: int = 80, vocab_size: int = TINY.vocab_si
         source="random ids of a test",
     )
     return str(prefix)
+
+
+def write_run(folder: Path, name: str, model: ModelConfig = TINY, **sections: dict[str, Any]) -> tuple[Path, Path]:
+    """FOLDER/NAME.yaml of a tiny run on data in FOLDER/data (made when missing); returns (it, its run folder)."""
+    from egmla_megatron.config.load import dump_yaml
+
+    prefixes = {}
+    for seed, split in enumerate(("train", "valid")):
+        prefix = folder / "data" / split
+        prefixes[split] = (str(prefix),)
+        if not prefix.with_suffix(".bin").exists():
+            write_dataset(prefix, 20, seed=seed)  # about 40 samples: a test of 12 steps reads them more than once
+    data = {"num_workers": 0, **prefixes, **sections.pop("data", {})}
+    train = {"steps": 12, **sections.pop("train", {})}
+    run = folder / name
+    cfg = tiny_run(model, str(run), data=data, train=train, **sections)
+    path = folder / f"{name}.yaml"
+    path.write_text(dump_yaml(cfg))
+    return path, run
+
+
+def random_batches(cfg: RunConfig, seed: int = 5) -> Iterable[Any]:
+    """Endless micro-batches of random tokens for one rank."""
+    import torch
+
+    from egmla_megatron.data.batch import Batch
+
+    generator = torch.Generator().manual_seed(seed)
+    rows, length = cfg.train.micro_batch_size, cfg.train.seq_length
+    while True:
+        ids = torch.randint(cfg.model.vocab_size, (rows, length + 1), generator=generator)
+        positions = torch.arange(length).expand(rows, -1)
+        yield Batch(ids[:, :-1], ids[:, 1:], torch.ones(rows, length), positions)

@@ -41,7 +41,7 @@ def _check_data(cfg: RunConfig) -> None:
     if not cfg.data.train:
         raise UserError(
             "data.train: got nothing, give prefixes of indexed datasets (data.train=[data/mine] for data/mine.bin and "
-            ".idx); tools/preprocess_data.py makes them from text"
+            ".idx); egmla_megatron.data.indexed.write_texts makes them from text"
         )
     for key, entries in (("data.train", cfg.data.train), ("data.valid", cfg.data.valid)):
         for prefix in parse_blend(entries, key)[0]:

@@ -1,6 +1,6 @@
 """Converts training checkpoints to Hugging Face folders.
 
-    python tools/convert_checkpoint.py to-hf SRC DST [--dtype bf16|fp16|fp32] [--tokenizer PATH]
+    python tools/convert_checkpoint.py to-hf SRC DST [--dtype bf16|fp16|fp32] [--tokenizer PATH | --no-tokenizer]
         [--tokenizer-vocab-size N] [--max-shard-size MIB] [--verify]
 
 SRC is a checkpoint folder or a run folder (its newest checkpoint), DST the folder to create.
@@ -28,6 +28,7 @@ def parse_arguments() -> argparse.Namespace:
     to_hf.add_argument(
         "--tokenizer", help="folder with tokenizer files or sentencepiece .model (default: data.tokenizer of the run)"
     )
+    to_hf.add_argument("--no-tokenizer", action="store_true", help="export the model alone")
     to_hf.add_argument("--tokenizer-vocab-size", type=int, help="cut the vocabulary padding to this many rows")
     to_hf.add_argument("--max-shard-size", type=int, default=4096, help="MiB of one safetensors file")
     to_hf.add_argument("--verify", action="store_true", help="compare logits with the plain torch model afterwards")
@@ -40,6 +41,9 @@ def main() -> None:
     from egmla_megatron.convert.command import convert_to_hf
 
     weights, model, manifest = read_full_weights(arguments.src)
+    tokenizer = arguments.tokenizer or manifest.config["data"]["tokenizer"] or None
+    if arguments.no_tokenizer:
+        tokenizer = None
     facts = {"optimizer steps": f"{manifest.step:,}", "training tokens": f"{manifest.consumed_tokens:,}"}
     convert_to_hf(
         weights,
@@ -47,7 +51,7 @@ def main() -> None:
         facts,
         arguments.dst,
         dtype_name=arguments.dtype,
-        tokenizer=arguments.tokenizer or manifest.config["data"]["tokenizer"] or None,
+        tokenizer=tokenizer,
         tokenizer_vocab_size=arguments.tokenizer_vocab_size,
         max_shard_mib=arguments.max_shard_size,
         verify=arguments.verify,

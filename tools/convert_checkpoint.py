@@ -16,6 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from egmla_megatron.cli import run_main
+from egmla_megatron.quiet import quiet_libraries
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -37,6 +38,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
+    quiet_libraries()
     from egmla_megatron.checkpoint.load import read_full_weights
     from egmla_megatron.convert.command import convert_to_hf
 

@@ -26,7 +26,7 @@ from egmla_megatron.errors import UserError
 from egmla_megatron.model.build import BuiltModel
 from egmla_megatron.model.names import canonical_name
 from egmla_megatron.parallel.world import World
-from egmla_megatron.train.optimizer import loading_states
+from egmla_megatron.train.optimizer import adopt_hyperparameters, loading_states
 
 __all__ = ["load_checkpoint", "load_weights", "read_full_weights"]
 
@@ -45,6 +45,7 @@ def load_checkpoint(
         if same_ranks:
             state["rng"] = rng_state(world)
         loaded = dist_checkpointing.load(state, str(path))
+        adopt_hyperparameters(loaded["optimizer"], optimizer)
         optimizer.load_state_dict(loaded["optimizer"])
     load_weights(built, loaded["model"], path)
     if same_ranks:

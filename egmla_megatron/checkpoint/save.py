@@ -184,8 +184,9 @@ class Saver:
             shutil.rmtree(temporary, ignore_errors=True)
         left = complete_checkpoints(self.root)
         kept = f"{left[-1].name} is intact" if left else "there was none before it"
-        reason = " ".join(str(error).split())[:300]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[-1]  # above it stands a worker's traceback
+        free = shutil.disk_usage(self.root if self.root.exists() else self.root.anchor or ".").free / 2**20
         raise UserError(
-            f"checkpoint: writing to {self.root} failed ({type(error).__name__}: {reason}); {kept}; "
+            f"checkpoint: writing to {self.root} failed ({reason[:300]}; {free:.0f} MiB are free); {kept}; "
             "free space or move run.dir, then start again to resume"
         ) from error

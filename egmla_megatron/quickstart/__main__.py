@@ -18,6 +18,7 @@ from typing import Any
 from egmla_megatron.cli import run_main
 from egmla_megatron.config.load import load_config
 from egmla_megatron.errors import UserError
+from egmla_megatron.quiet import quiet_libraries
 from egmla_megatron.quickstart.supervise import Launch, read_events, resume_difference, run_training
 from egmla_megatron.quickstart.text import QuickstartData, prepare_text
 
@@ -129,8 +130,6 @@ def _result(out: Path, extra: list[str]) -> dict[str, Any]:
 
 def main() -> int:
     """Returns the exit code: 0, or 1 when a check of the result failed."""
-    from egmla_megatron.train.main import quiet_libraries
-
     parser = argparse.ArgumentParser(prog="launch/quickstart.sh", description=__doc__)
     parser.add_argument("--out", default="runs/quickstart", help="folder to write to (default: %(default)s)")
     parser.add_argument("overrides", nargs="*", help="section.key=value, as for the trainer")

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import socket
 import sys
 import time
-import warnings
 from collections.abc import Sequence
 
 from egmla_megatron.errors import UserError
+from egmla_megatron.quiet import quiet_libraries
 
-__all__ = ["main", "quiet_libraries"]
+__all__ = ["main"]
 
 ALONE_AFTER_S = 8.0  # seconds in which the launcher surely has ended a rank that did not fail alone
 
@@ -23,18 +22,6 @@ CONFIG    a YAML file, or the name of one in configs/run
 --check   only check configuration, data, run folder and checkpoint (for WORLD_SIZE ranks), start nothing
 
 One process per GPU (or CPU rank) through torchrun; alone it is a run of one rank."""
-
-
-def quiet_libraries() -> None:
-    """Drop what megatron-core and torch say at every start about options this project does not use."""
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|torch)\..*")
-    warnings.filterwarnings(
-        "ignore", category=UserWarning, message=r"The \.grad attribute of a Tensor that is not a leaf"
-    )
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    warnings.filterwarnings("ignore", category=SyntaxWarning)
-    for name in ("megatron", "torch.distributed.elastic", "torch.utils.cpp_extension"):
-        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _train(arguments: Sequence[str], *, check_only: bool) -> int:

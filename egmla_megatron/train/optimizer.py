@@ -17,7 +17,7 @@ from egmla_megatron.config.to_mcore import ddp_config, optimizer_config
 from egmla_megatron.model.build import BuiltModel
 from egmla_megatron.parallel.world import World
 
-__all__ = ["build_optimizer", "build_schedule", "loading_states", "wrap_ddp"]
+__all__ = ["adopt_hyperparameters", "build_optimizer", "build_schedule", "loading_states", "wrap_ddp"]
 
 STYLES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "wsd": "WSD"}
 
@@ -124,3 +124,28 @@ def loading_states(cfg: RunConfig, optimizer: Any) -> AbstractContextManager[Non
     FusedAdam keep `step` in the parameter group and need nothing.
     """
     return _prepared(_inner_torch_optimizers(optimizer) if cfg.optimizer.distributed else [])
+
+
+def _loaded_groups(state: Any) -> Iterator[dict[str, Any]]:
+    """Parameter groups in a loaded optimizer state, however many optimizers are chained in it."""
+    if isinstance(state, dict):
+        yield from state.get("param_groups", ())
+        for value in state.values():
+            yield from _loaded_groups(value)
+
+
+def _role(group: dict[str, Any]) -> tuple[Any, Any]:
+    """What tells our parameter groups apart: weights, norms and biases, gating tables."""
+    return group.get("wd_mult"), group.get("is_expert_parallel")
+
+
+def adopt_hyperparameters(loaded: Any, optimizer: Any) -> None:
+    """Give the groups of a loaded optimizer state, in place, this run's hyper-parameters; only `step` stays.
+
+    megatron-core finds the group of a checkpoint by its learning rates, so a resume with another optimizer.lr
+    would end in a ValueError, and betas would silently stay those of the checkpoint.
+    """
+    current = {_role(group): group for group in optimizer.param_groups}
+    for group in _loaded_groups(loaded):
+        mine = current.get(_role(group), {})
+        group.update({key: value for key, value in mine.items() if key not in ("params", "step")})

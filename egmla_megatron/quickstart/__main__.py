@@ -18,9 +18,9 @@ from typing import Any
 from egmla_megatron.cli import run_main
 from egmla_megatron.config.load import load_config
 from egmla_megatron.errors import UserError
-from egmla_megatron.quiet import quiet_libraries
 from egmla_megatron.quickstart.supervise import Launch, read_events, resume_difference, run_training
 from egmla_megatron.quickstart.text import QuickstartData, prepare_text
+from egmla_megatron.quiet import quiet_libraries
 
 CONFIG = "quickstart"
 MARKER = "quickstart.json"  # says that the folder is a quickstart's, which a new quickstart may replace

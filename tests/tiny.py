@@ -6,7 +6,7 @@ Nothing here imports torch at the top: a test that starts subprocesses pays for 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ def tiny_model(**changes: Any) -> ModelConfig:
     return replace(TINY, **changes)
 
 
-def tiny_run(model: ModelConfig = TINY, folder: str = "runs/tiny", **sections: dict[str, Any]) -> RunConfig:
+def tiny_run(model: ModelConfig = TINY, folder: str = "runs/tiny", **sections: Any) -> RunConfig:
     """A fp32 run of `model` on one rank: 4 sequences of 16 tokens a step, silent; `section={key: value}` changes it."""
     base = RunConfig(
         run=RunSection(name="tiny", dir=folder, seed=7),
@@ -87,7 +87,7 @@ def write_dataset(prefix: Path, count: int = 80, vocab_size: int = TINY.vocab_si
     return str(prefix)
 
 
-def write_run(folder: Path, name: str, model: ModelConfig = TINY, **sections: dict[str, Any]) -> tuple[Path, Path]:
+def write_run(folder: Path, name: str, model: ModelConfig = TINY, **sections: Any) -> tuple[Path, Path]:
     """FOLDER/NAME.yaml of a tiny run on data in FOLDER/data (made when missing); returns (it, its run folder)."""
     from egmla_megatron.config.load import dump_yaml
 
@@ -106,7 +106,7 @@ def write_run(folder: Path, name: str, model: ModelConfig = TINY, **sections: di
     return path, run
 
 
-def random_batches(cfg: RunConfig, seed: int = 5) -> Iterable[Any]:
+def random_batches(cfg: RunConfig, seed: int = 5) -> Iterator[Any]:
     """Endless micro-batches of random tokens for one rank."""
     import torch
 

@@ -10,6 +10,7 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
+from egmla_megatron.checkpoint.buckets import mend_padded_buckets
 from egmla_megatron.model.build import BuiltModel
 from egmla_megatron.parallel.world import World
 
@@ -30,7 +31,10 @@ def optimizer_state(optimizer: Any, model: dict[str, Any], world: World, *, load
         "distrib_optim_fully_reshardable_mem_efficient": False,
         "dp_cp_group": world.groups.dp_cp,
     }
-    return optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
+    state = optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
+    if not loading:
+        mend_padded_buckets(optimizer, state)
+    return state
 
 
 def rng_state(world: World) -> ShardedObject:

@@ -65,7 +65,13 @@ def _mla_parts(implementation: str) -> tuple[Any, type, Any, dict[str, Any]]:
         layer = get_gpt_layer_with_transformer_engine_submodules(multi_latent_attention=True, qk_layernorm=False)
         return layer, TEColumnParallelLinear, TENorm, {}
     layer = get_gpt_layer_local_submodules(multi_latent_attention=True, normalization="RMSNorm")
-    layer = replace(layer, input_layernorm=TorchRMSNorm, pre_mlp_layernorm=TorchRMSNorm)
+    layer = replace(
+        layer,
+        input_layernorm=TorchRMSNorm,
+        pre_mlp_layernorm=TorchRMSNorm,
+        # Transformer Engine keeps this norm inside the linear layer: one name in checkpoints, whoever wrote them
+        sharded_state_dict_keys_map={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
+    )
     return layer, ColumnParallelLinear, TorchRMSNorm, {"core_attention": TorchCoreAttention}
 
 

@@ -90,6 +90,8 @@ def test_bf16_matches_the_fp32_oracle(world: object, implementation: str, varian
     assert got_grads.keys() == expected_grads.keys()
     errors = {name: _relative(got_grads[name], expected) for name, expected in expected_grads.items()}
     worst = max(errors, key=lambda name: errors[name])
-    print(f"{variant} {implementation}: loss {loss.item():.5f} / {expected_loss:.5f}, worst {worst} {errors[worst]:.4f}")
+    print(
+        f"{variant} {implementation}: loss {loss.item():.5f} / {expected_loss:.5f}, worst {worst} {errors[worst]:.4f}"
+    )
     assert abs(loss.item() - float(expected_loss)) < 0.01
     assert errors[worst] < 0.06, (worst, errors[worst])

@@ -13,7 +13,8 @@ from egmla_megatron.attention.reference import ReferenceModel
 from egmla_megatron.config.schema import ModelConfig, RunConfig
 from egmla_megatron.convert.names import to_hf_tensors
 from egmla_megatron.model.build import build_model
-from egmla_megatron.model.init import global_names, weight_std
+from egmla_megatron.model.init import weight_std
+from egmla_megatron.model.names import global_names
 from egmla_megatron.parallel.world import seed_everything
 from tests.tiny import MHA, PLAIN, TINY, tiny_model, tiny_run
 
@@ -60,7 +61,7 @@ def one_thread(world: Any) -> Any:
     torch.set_num_threads(threads)
 
 
-def build(world: Any, model: ModelConfig, **sections: dict[str, Any]) -> Any:
+def build(world: Any, model: ModelConfig, **sections: Any) -> Any:
     """A built model whose norms and biases are random too: constants would hide a missing one."""
     built = build_model(tiny_run(model, **sections), world)
     generator = torch.Generator().manual_seed(3)

@@ -1,0 +1,142 @@
+"""Starts a worker script, or the real trainer, on several gloo ranks, and never waits for ever.
+
+A failing gloo rank leaves the others in a collective, so every job has a time limit, runs in a process group of its
+own and is killed as a whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAINER = ("-m", "egmla_megatron.train")
+TIME_LIMIT_S = 150.0
+# Bytecode of this session's jobs: where none may be written beside the sources, every start compiles all of torch.
+_BYTECODE = tempfile.TemporaryDirectory(prefix="egmla-tests-")
+
+
+@dataclass
+class Job:
+    """A started command with its output in files: pipes fill up when nobody reads them."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+    limit_s: float
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def output(self) -> str:
+        """stdout and stderr so far."""
+        return self.log.read_text(errors="replace")
+
+    def wait(self) -> int:
+        """Exit code. A job over its time limit is killed, and the test fails with the job's output."""
+        try:
+            return self.process.wait(max(0.1, self.limit_s - (time.monotonic() - self.started)))
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"no end after {self.limit_s:.0f} s:\n{self.output[-6000:]}") from None
+
+    def wait_for(self, text: str) -> None:
+        """Wait until the job has printed `text`; fails when it ends or runs out of time before that."""
+        while text not in self.output:
+            over = time.monotonic() - self.started > self.limit_s
+            if over or self.process.poll() is not None:
+                self.kill()
+                raise AssertionError(f"{text!r} did not appear:\n{self.output[-6000:]}")
+            time.sleep(0.05)
+
+    def succeed(self) -> str:
+        """The output; fails with it when the exit code is not 0."""
+        code = self.wait()
+        assert code == 0, f"exit code {code}:\n{self.output[-6000:]}"
+        return self.output
+
+    def kill(self) -> None:
+        """SIGKILL to every process of the job, at once."""
+        for group in {self.process.pid, *_groups_of_children(self.process.pid)}:
+            try:
+                os.killpg(group, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self.process.wait()
+
+
+def _groups_of_children(pid: int) -> set[int]:
+    """Process groups below `pid`: torchrun gives every rank its own session."""
+    import psutil
+
+    try:
+        children = psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return set()
+    groups = set()
+    for child in children:
+        try:
+            groups.add(os.getpgid(child.pid))
+        except ProcessLookupError:
+            continue
+    return groups - {os.getpgrp()}
+
+
+def start(
+    ranks: int, command: Sequence[str], log: Path, *, limit_s: float = TIME_LIMIT_S, preexec: Any = None, **env: str
+) -> Job:
+    """Start `python COMMAND` on `ranks` ranks through torchrun (one rank: directly, as a user would)."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", *launcher, *command],
+            cwd=ROOT,
+            env=environment(**env),
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=preexec,
+        )
+    return Job(process, log, limit_s)
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """Environment of a job: one thread a process, nothing inherited from another job."""
+    inherited = dict(os.environ)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        inherited.pop(name, None)
+    inherited.pop("PYTHONDONTWRITEBYTECODE", None)
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    return {**inherited, **own, "PYTHONPYCACHEPREFIX": _BYTECODE.name, **changes}
+
+
+def start_worker(ranks: int, script: str, folder: Path, *arguments: str) -> Job:
+    """Start tests/dist/SCRIPT FOLDER ARGUMENTS...; each rank leaves FOLDER/rank<N>.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    worker = Path(__file__).with_name(script)
+    return start(ranks, [str(worker), str(folder), *arguments], folder / "log")
+
+
+def results(job: Job, folder: Path, ranks: int) -> list[dict[str, Any]]:
+    """What every rank of a worker found out; fails with the job's output when one did not come that far."""
+    job.succeed()
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def start_trainer(ranks: int, log: Path, config: Path, *overrides: str, **options: Any) -> Job:
+    """Start the real command line of the trainer."""
+    return start(ranks, [*TRAINER, str(config), *overrides], log, **options)
+
+
+def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    """Events of one kind from a run's metrics.jsonl, in the order in which they were written."""
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["kind"] == kind]

@@ -1,0 +1,141 @@
+"""What goes wrong in practice, through the real command line: signals, dead ranks, NaN, full disks, torn files."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.dist.harness import Job, events, start_trainer
+from tests.tiny import write_run
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(400)]
+LONG = 100_000  # steps that no test waits for
+
+
+def wait_for_steps(job: Job) -> None:
+    job.wait_for("step       3/")
+
+
+def ranks_of(job: Job) -> dict[int, psutil.Process]:
+    """The trainer processes below a job, by rank."""
+    return {
+        int(child.environ()["RANK"]): child
+        for child in psutil.Process(job.process.pid).children(recursive=True)
+        if "egmla_megatron.train" in child.cmdline() and "RANK" in child.environ()
+    }
+
+
+def error_lines(output: str) -> list[str]:
+    return [line for line in output.splitlines() if line.startswith("error: ")]
+
+
+def checkpoints(run: Path) -> list[int]:
+    from egmla_megatron.checkpoint.manifest import complete_checkpoints, step_of
+
+    return [step_of(path) for path in complete_checkpoints(run / "checkpoints")]
+
+
+def test_stop_signals_save_and_a_torn_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    """Ctrl-C on one rank alone, then SIGTERM to the launcher of two: each run resumes where the other stopped."""
+    config, run = write_run(tmp_path, "run", train={"steps": LONG})
+    alone = start_trainer(1, tmp_path / "interrupted.log", config)
+    wait_for_steps(alone)
+    os.kill(alone.process.pid, signal.SIGINT)
+    assert alone.wait() == 128 + signal.SIGINT, alone.output
+    assert "Traceback" not in alone.output
+    first = checkpoints(run)
+    assert len(first) == 1 and events(run, "end")[-1]["step"] == first[0]
+
+    shutil.copytree(run / f"checkpoints/step_{first[0]:08d}", run / "checkpoints/step_00090000")
+    (run / "checkpoints/step_00090000/COMPLETE").unlink()  # a newer one, cut off before its marker
+    shutil.copytree(run / f"checkpoints/step_{first[0]:08d}", run / "checkpoints/step_00090001")
+    manifest = run / "checkpoints/step_00090001/manifest.json"
+    manifest.write_text(manifest.read_text()[:-20])
+    both = start_trainer(2, tmp_path / "terminated.log", config, "parallel.gate_group=2")
+    both.wait_for(f"step {first[0] + 3:>7}/")
+    for process in ranks_of(both).values():  # as Slurm does: to every process
+        process.send_signal(signal.SIGTERM)
+    assert both.wait() != 0
+    assert f"exitcode  : {128 + signal.SIGTERM}" in both.output, both.output[-3000:]
+    second = checkpoints(run)
+    assert len(second) == 2 and second[1] >= first[0] + 3
+    assert events(run, "start")[-1]["step"] == first[0]
+    assert events(run, "end")[-1]["step"] == second[1]
+
+
+def test_killed_rank_is_named_and_ends_the_others(tmp_path: Path) -> None:
+    config, _ = write_run(tmp_path, "run", train={"steps": LONG, "peer_timeout_s": 10.0})
+    job = start_trainer(2, tmp_path / "log", config, "parallel.gate_group=2")
+    wait_for_steps(job)
+    ranks = ranks_of(job)
+    began = time.monotonic()
+    ranks[1].kill()
+    job.limit_s = time.monotonic() - job.started + 60  # the promise: within a minute
+    assert job.wait() != 0
+    assert time.monotonic() - began < 60
+    assert not ranks[0].is_running()
+    named = [line for line in error_lines(job.output) if "rank 1 (" in line]
+    assert len(named) == 1 and "resume" in named[0] and f"pid {ranks[1].pid}" in named[0], job.output[-3000:]
+
+
+def test_stopped_rank_is_named_too(tmp_path: Path) -> None:
+    """A rank that hangs (here: is stopped) breaks no connection; only its missing sign of life tells."""
+    config, _ = write_run(tmp_path, "run", train={"steps": LONG, "peer_timeout_s": 6.0})
+    job = start_trainer(2, tmp_path / "log", config)
+    wait_for_steps(job)
+    stopped = ranks_of(job)[0]
+    stopped.suspend()
+    job.wait_for("rank 0 (")
+    stopped.kill()
+    assert job.wait() != 0
+    assert "gave no sign of life for 6 s" in error_lines(job.output)[0]
+
+
+def test_steps_that_are_not_finite_are_skipped_then_stop_the_run(tmp_path: Path) -> None:
+    config, run = write_run(tmp_path, "run", train={"steps": 4}, checkpoint={"interval_steps": 4})
+    start_trainer(1, tmp_path / "good.log", config).succeed()
+    overrides = ["train.steps=50", "train.max_bad_steps=3", "optimizer.lr=1e30", "checkpoint.interval_steps=1"]
+    job = start_trainer(1, tmp_path / "bad.log", config, *overrides)
+    assert job.wait() == 2, job.output[-3000:]
+    errors = error_lines(job.output)
+    assert len(errors) == 1 and "3 steps in a row" in errors[0] and "optimizer.lr" in errors[0]
+    skipped = [event["step"] for event in events(run, "step") if event["skipped"]]
+    assert len(skipped) == 3 and skipped == list(range(skipped[0], skipped[0] + 3))
+    assert events(run, "end")[-1]["step"] == 4  # of the good run: a run that failed does not say "end"
+    saved = [weights(run, step) for step in checkpoints(run)[-2:]]
+    assert all(first.equal(second) for first, second in zip(saved[0], saved[1], strict=True))
+
+
+def weights(run: Path, step: int) -> list[Any]:
+    from egmla_megatron.checkpoint.load import read_full_weights
+
+    return list(read_full_weights(run / f"checkpoints/step_{step:08d}")[0].values())
+
+
+def test_disk_that_fills_up_loses_nothing(tmp_path: Path) -> None:
+    """A file size limit stands in for the full disk, on the second checkpoint only: the first must survive."""
+    config, run = write_run(tmp_path, "run", train={"steps": 2})
+    start_trainer(1, tmp_path / "good.log", config).succeed()
+
+    def limit_file_size() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # then writing gives an error, as on a full disk
+        resource.setrlimit(resource.RLIMIT_FSIZE, (32 * 1024, 32 * 1024))
+
+    job = start_trainer(1, tmp_path / "bad.log", config, "train.steps=4", preexec=limit_file_size)
+    assert job.wait() == 2, job.output[-3000:]
+    errors = error_lines(job.output)
+    assert len(errors) == 1 and "step_00000002 is intact" in errors[0], job.output[-3000:]
+    assert "OSError" in errors[0] and "MiB are free" in errors[0]
+    assert "Traceback" not in job.output
+    assert checkpoints(run) == [2]
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_00000002"]
+    start_trainer(1, tmp_path / "again.log", config, "train.steps=4").succeed()
+    assert checkpoints(run) == [2, 4]

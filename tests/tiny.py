@@ -38,8 +38,8 @@ TINY = ModelConfig(
     max_position_embeddings=32,
     init_std=0.2,
 )
-PLAIN = {"gate": "none", "kv_emb_dim": 0}
-MHA = {**PLAIN, "attention": "mha", "v_head_dim": 6}
+PLAIN: dict[str, Any] = {"gate": "none", "kv_emb_dim": 0}
+MHA: dict[str, Any] = {**PLAIN, "attention": "mha", "v_head_dim": 6}
 
 
 def tiny_model(**changes: Any) -> ModelConfig:

@@ -1,6 +1,6 @@
 """A short run with everything in it, once with all CPU redirects and once without each of them.
 
-Prints one JSON object: name of the redirect left out ("" for none) -> the error it led to, empty when there was none.
+Writes one JSON object to the file it is given: name of the redirect left out ("" for none) -> the error it led to, empty when there was none.
 The imports take far longer than the runs, so they happen once and every run is a fork of this process.
 """
 
@@ -79,7 +79,7 @@ def main() -> None:
     for without in ["", *REDIRECTS]:
         with tempfile.TemporaryDirectory() as folder:
             found[without] = outcome(without, Path(folder))
-    print(json.dumps(found))
+    Path(sys.argv[1]).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

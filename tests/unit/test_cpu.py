@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,22 +16,28 @@ from tests.dist.harness import environment
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[str, str]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Redirect left out ("": none) -> error of a short run without it."""
     import torch
 
     if torch.cuda.is_available():
         pytest.skip("redirects are for machines without CUDA, and this one has it")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(Path(__file__).with_name("cpu_probe.py"))],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    folder = tmp_path_factory.mktemp("probe")
+    found, log = folder / "found.json", folder / "log"
+    with open(log, "wb") as output:
+        probe = subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(Path(__file__).with_name("cpu_probe.py")), str(found)],
+            env=environment(),
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    try:
+        code = probe.wait(timeout=240)
+    finally:  # the forks end without clean-up and leave their checkpoint writers behind
+        os.killpg(probe.pid, signal.SIGKILL)
+    assert code == 0, log.read_text(errors="replace")[-3000:]
+    return json.loads(found.read_text())
 
 
 def test_the_short_run_works_with_all_of_them(outcomes: dict[str, str]) -> None:

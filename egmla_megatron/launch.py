@@ -7,6 +7,7 @@ the workers to save and end; its exit code is that of the worker that failed fir
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -28,6 +29,9 @@ def _forward(number: int, frame: FrameType | None) -> None:
 
 def _exit_code(failures: dict[int, object]) -> int:
     """Name ranks that a signal killed (a worker that could, spoke itself); exit code of the first failure."""
+    for failure in failures.values():  # a killed worker leaves its checkpoint writers behind, in its own group
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(failure.pid, signal.SIGKILL)  # type: ignore[attr-defined]
     first = min(failures.values(), key=lambda failure: failure.timestamp)  # type: ignore[attr-defined]
     code: int = first.exitcode  # type: ignore[attr-defined]
     if code >= 0:

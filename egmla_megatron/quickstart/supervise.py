@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 from tqdm import tqdm
 
 from egmla_megatron.errors import UserError
@@ -51,6 +53,14 @@ def read_events(run_dir: Path) -> list[dict[str, Any]]:
     return events
 
 
+def _kill_everything(pid: int) -> None:
+    """SIGKILL to a process and all it started, whatever sessions they are in: what a power cut does."""
+    launcher = psutil.Process(pid)
+    for each in [launcher, *launcher.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
+
+
 def _follow(process: subprocess.Popen[bytes], launch: Launch, kill_at: int | None, bar: Any) -> bool:
     """Move the bar until the process ends; True when it was killed at `kill_at`."""
     while process.poll() is None:
@@ -63,7 +73,7 @@ def _follow(process: subprocess.Popen[bytes], launch: Launch, kill_at: int | Non
         bar.update(steps[-1]["step"] - bar.n)
         saved = any(event["kind"] == "checkpoint" for event in events)
         if kill_at is not None and saved and steps[-1]["step"] >= kill_at:
-            os.killpg(process.pid, signal.SIGKILL)
+            _kill_everything(process.pid)
             process.wait()
             return True
     return False

@@ -1,6 +1,7 @@
 """A short run with everything in it, once with all CPU redirects and once without each of them.
 
-Writes one JSON object to the file it is given: name of the redirect left out ("" for none) -> the error it led to, empty when there was none.
+Writes one JSON object to the file it is given: name of the redirect left out ("" for none) -> the error it led to,
+empty when there was none.
 The imports take far longer than the runs, so they happen once and every run is a fork of this process.
 """
 

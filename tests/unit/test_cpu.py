@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -35,7 +36,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     try:
         code = probe.wait(timeout=240)
     finally:  # the forks end without clean-up and leave their checkpoint writers behind
-        os.killpg(probe.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(probe.pid, signal.SIGKILL)
     assert code == 0, log.read_text(errors="replace")[-3000:]
     return json.loads(found.read_text())
 

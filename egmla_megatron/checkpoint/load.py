@@ -10,7 +10,9 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from egmla_megatron.checkpoint.choose import check_compatible
@@ -51,6 +53,17 @@ def load_checkpoint(
     if same_ranks:
         restore_rng(loaded["rng"])
     return manifest
+
+
+def _read(state: dict[str, Any], path: Path) -> Any:
+    try:
+        return dist_checkpointing.load(state, str(path))
+    except (CheckpointException, CheckpointingException, OSError, RuntimeError, EOFError, KeyError) as error:
+        reason = " ".join(str(error).split())[-300:]
+        raise UserError(
+            f"checkpoint: {path} cannot be read ({type(error).__name__}: {reason}); rename it to go on "
+            "from the checkpoint before it"
+        ) from error
 
 
 def load_weights(built: BuiltModel, weights: Mapping[str, Any], path: Path) -> None:

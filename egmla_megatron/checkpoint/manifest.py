@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ class Manifest:
     implementation: str  # te or torch
     versions: dict[str, str]
     written_unix_s: float
+    files: dict[str, int] = field(default_factory=dict)  # name -> bytes of every data file, to notice a cut one
 
 
 def checkpoint_path(root: Path, step: int) -> Path:
@@ -77,7 +78,8 @@ def _write_synced(path: Path, text: str) -> None:
 
 def mark_complete(temporary: Path, final: Path, manifest: Manifest) -> None:
     """Manifest, then marker with the manifest's checksum, then the rename that makes the checkpoint visible."""
-    write_manifest(temporary, manifest)
+    files = {path.name: path.stat().st_size for path in temporary.iterdir() if path.is_file()}
+    write_manifest(temporary, replace(manifest, files=files))
     digest = hashlib.sha256((temporary / "manifest.json").read_bytes()).hexdigest()
     _write_synced(temporary / MARKER, digest)
     if final.exists():
@@ -91,11 +93,15 @@ def mark_complete(temporary: Path, final: Path, manifest: Manifest) -> None:
 
 
 def is_complete(path: Path) -> bool:
-    """True when the marker is there and belongs to the manifest."""
+    """True when the marker belongs to the manifest and every data file has the size that the manifest says."""
     marker, manifest = path / MARKER, path / "manifest.json"
     if not (marker.is_file() and manifest.is_file()):
         return False
-    return marker.read_text().strip() == hashlib.sha256(manifest.read_bytes()).hexdigest()
+    content = manifest.read_bytes()
+    if marker.read_text().strip() != hashlib.sha256(content).hexdigest():
+        return False
+    files: dict[str, int] = json.loads(content).get("files", {})
+    return all((path / name).is_file() and (path / name).stat().st_size == size for name, size in files.items())
 
 
 def complete_checkpoints(root: Path) -> list[Path]:
@@ -121,7 +127,7 @@ def find_checkpoint(where: Path) -> Path:
     if not where.exists():
         raise UserError(f"checkpoint: {where} does not exist; give a run folder or a checkpoints/step_* folder")
     raise UserError(
-        f"checkpoint: {where} holds no complete checkpoint (one whose {MARKER} marker matches its manifest.json); "
+        f"checkpoint: {where} holds no complete checkpoint (marker {MARKER} and file sizes as manifest.json says); "
         "give a run folder or a checkpoints/step_* folder"
     )
 

@@ -135,6 +135,7 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", help="section.key=value, as for the trainer")
     arguments = parser.parse_args()
     quiet_libraries()
+    load_config(CONFIG, arguments.overrides)  # a typing mistake should not wait for the data
     with contextlib.redirect_stdout(sys.stderr):  # stdout carries the result alone
         out = _open_folder(Path(arguments.out))
         result = _result(out.resolve(), arguments.overrides)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from egmla_megatron.config.load import architecture, architecture_difference, dump_yaml, load_config
@@ -18,10 +19,13 @@ def check_run_dir(cfg: RunConfig) -> None:
         UserError: the folder is another run's, or not a run folder, or resume=never would overwrite.
     """
     path = Path(cfg.run.dir)
+    existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    if existing.is_dir() and not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f"run.dir: {existing} cannot be written to; choose another folder")
+    if not existing.is_dir():
+        raise UserError(f"run.dir: {existing} is a file; choose another folder")
     if not path.exists():
         return
-    if not path.is_dir():
-        raise UserError(f"run.dir: {path} is a file; choose another folder")
     saved = path / "config.yaml"
     if not saved.is_file():
         if any(path.iterdir()):
@@ -42,7 +46,10 @@ def check_run_dir(cfg: RunConfig) -> None:
 def write_config(cfg: RunConfig) -> None:
     """RUN_DIR/config.yaml: the whole configuration, defaults included. Rank 0 calls it."""
     path = Path(cfg.run.dir)
-    path.mkdir(parents=True, exist_ok=True)
-    temporary = path / "config.yaml.tmp"
-    temporary.write_text(dump_yaml(cfg))
-    temporary.replace(path / "config.yaml")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        temporary = path / "config.yaml.tmp"
+        temporary.write_text(dump_yaml(cfg))
+        temporary.replace(path / "config.yaml")
+    except OSError as error:
+        raise UserError(f"run.dir: {path} cannot be written to ({error.strerror}); choose another folder") from error

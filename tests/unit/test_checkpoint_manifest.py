@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -59,7 +59,7 @@ def test_round_trip(tmp_path: Path) -> None:
     path = save(tmp_path, 5)
     assert path.name == "step_00000005"
     assert is_complete(path)
-    assert read_manifest(path) == manifest(5)
+    assert read_manifest(path) == replace(manifest(5), files={"data": len("written for step 5")})
 
 
 def test_a_checkpoint_written_again_replaces_the_old_one(tmp_path: Path) -> None:
@@ -80,6 +80,8 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "no_manifest": lambda path: (path / "manifest.json").unlink(),
     "truncated_manifest": lambda path: (path / "manifest.json").write_text("{"),
     "changed_manifest": lambda path: (path / "manifest.json").write_text(json.dumps(asdict(manifest(6)))),
+    "truncated_data": lambda path: (path / "data").write_text("written for"),
+    "missing_data": lambda path: (path / "data").unlink(),
     "temporary_name": lambda path: path.rename(path.with_name(path.name + ".incomplete")),
 }
 

@@ -93,6 +93,7 @@ MISTAKES: dict[str, tuple[list[str], Callable[[Trial], object] | None, tuple[str
     "folder_of_another_run": (["run.name=mine"], None, ("folder of another run", "'tiny'", "'mine'")),
     "folder_of_something_else": ([], replace_by_other_files, ("run.dir", "no config.yaml of a run")),
     "file_as_folder": (["run.dir={config}"], None, ("run.dir", "is a file")),
+    "file_above_folder": (["run.dir={config}/below/it"], None, ("run.dir", "is a file")),
     "optimizer": (["optimizer.distributed=true"], None, ("optimizer.distributed", "set optimizer.distributed=false")),
     "other_batch": (["train.global_batch_size=8"], None, ("global_batch_size, seq_length", "keep them")),
     "other_length": (["train.seq_length=8"], None, ("global_batch_size, seq_length", "keep them")),

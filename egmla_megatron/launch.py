@@ -14,14 +14,14 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
+import psutil  # not in the handler: a second signal would find it half imported
+
 __all__ = ["main"]
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def _forward(number: int, frame: FrameType | None) -> None:
-    import psutil
-
     for child in psutil.Process().children():
         if "egmla_megatron.launch" not in " ".join(child.cmdline()):
             child.send_signal(number)

@@ -137,10 +137,10 @@ class Trainer:
             reason = "train.exit_after_steps reached"
         else:
             reason = "done"
-        if not signal:  # after a signal seconds count: save, nothing else
-            self._evaluate_if_due(final=self.step >= self.cfg.total_steps)
         if signal or self.cfg.checkpoint.at_end:
             self._save()
+        if not signal:  # after a signal seconds count: save, nothing else
+            self._evaluate_if_due(final=self.step >= self.cfg.total_steps)
         self.saver.finish()
         rate = self.throughput.tokens_per_second()
         event = {"step": self.step, "reason": reason, "tokens_per_second": rate, "skipped_steps": self.skipped_total}

@@ -48,6 +48,8 @@ def prepare(cfg: RunConfig, layout: Layout, checkpoint: Path | None) -> Prepared
     if world.is_first:
         write_config(cfg)
     datasets = build_datasets(cfg)
+    if datasets.valid is not None:
+        _validation_samples(cfg, layout, len(datasets.valid))  # now, not after days of training
     built = build_model(cfg, world)
     model = wrap_ddp(cfg, built, world)
     optimizer = build_optimizer(cfg, model, built)
@@ -90,31 +92,32 @@ def training_batches(run: Prepared) -> Iterator[Batch]:
     return batch_iterator(run.datasets.train, indices, world.device, num_workers=cfg.data.num_workers)
 
 
-def validation_batches(run: Prepared) -> tuple[Iterator[Batch], int]:
-    """(this rank's micro-batches of one evaluation, their number); the same samples every time.
+def _validation_samples(cfg: RunConfig, layout: Layout, available: int) -> int:
+    """Samples of one evaluation over all ranks: whole micro-batches for every rank.
 
     Raises:
         UserError: less validation data than one micro-batch per rank.
     """
-    cfg, world = run.cfg, run.world
-    assert run.datasets.valid is not None
-    at_once = cfg.train.micro_batch_size * world.layout.dp
-    available = len(run.datasets.valid)
+    at_once = cfg.train.micro_batch_size * layout.dp
     samples = min(cfg.train.eval_batches * cfg.train.global_batch_size, available) // at_once * at_once
     if samples == 0:
         raise UserError(
             f"data.valid: got {available} samples of {cfg.train.seq_length} tokens, allowed at least {at_once} "
             "(micro_batch_size x data-parallel ranks); use more validation text"
         )
-    indices = micro_batch_indices(
-        0,
-        samples,
-        available,
-        micro_batch=cfg.train.micro_batch_size,
-        dp_rank=world.dp_rank,
-        dp_size=world.layout.dp,
-    )
-    return batch_iterator(run.datasets.valid, indices, world.device, num_workers=0), samples // at_once
+    return samples
+
+
+def validation_batches(run: Prepared) -> tuple[Iterator[Batch], int]:
+    """(this rank's micro-batches of one evaluation, their number); the same samples every time."""
+    cfg, world = run.cfg, run.world
+    assert run.datasets.valid is not None
+    available = len(run.datasets.valid)
+    samples = _validation_samples(cfg, world.layout, available)
+    micro_batch, dp = cfg.train.micro_batch_size, world.layout.dp
+    indices = micro_batch_indices(0, samples, available, micro_batch=micro_batch, dp_rank=world.dp_rank, dp_size=dp)
+    batches = batch_iterator(run.datasets.valid, indices, world.device, num_workers=0)
+    return batches, samples // (micro_batch * dp)
 
 
 def device_name(device: torch.device) -> str:

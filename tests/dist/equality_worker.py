@@ -186,5 +186,5 @@ def main(folder: Path, reference: Path | None) -> None:
 
 
 if __name__ == "__main__":
-    faulthandler.dump_traceback_later(120, exit=True)  # a hang says where
+    faulthandler.dump_traceback_later(220, exit=True)  # a hang says where
     main(Path(sys.argv[1]), Path(sys.argv[2]) if len(sys.argv) > 2 else None)

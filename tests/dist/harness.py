@@ -20,7 +20,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER = ("-m", "egmla_megatron.train")
-TIME_LIMIT_S = 150.0
+TIME_LIMIT_S = 240.0
 # Bytecode of this session's jobs: where none may be written beside the sources, every start compiles all of torch.
 _BYTECODE = tempfile.TemporaryDirectory(prefix="egmla-tests-")
 

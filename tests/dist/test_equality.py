@@ -9,7 +9,7 @@ import pytest
 from tests.dist.harness import results, start_worker
 from tests.dist.layouts import cases
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(500)]
 ERROR = 1e-5  # relative; see the measured errors in the assertion of test_equals_one_rank
 NUMBERS = ("loss", "grad_norm", "last_loss", "last_grad_norm", "evaluation")
 

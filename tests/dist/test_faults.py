@@ -16,7 +16,7 @@ import pytest
 from tests.dist.harness import Job, events, start_trainer
 from tests.tiny import write_run
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(500)]
 LONG = 100_000  # steps that no test waits for
 
 
@@ -71,47 +71,63 @@ def test_stop_signals_save_and_a_torn_checkpoint_is_passed_over(tmp_path: Path) 
     assert events(run, "end")[-1]["step"] == second[1]
 
 
-def test_killed_rank_is_named_and_ends_the_others(tmp_path: Path) -> None:
-    config, _ = write_run(tmp_path, "run", train={"steps": LONG, "peer_timeout_s": 10.0})
-    job = start_trainer(2, tmp_path / "log", config, "parallel.gate_group=2")
-    wait_for_steps(job)
-    ranks = ranks_of(job)
-    began = time.monotonic()
-    ranks[1].kill()
-    job.limit_s = time.monotonic() - job.started + 60  # the promise: within a minute
-    assert job.wait() != 0
-    assert time.monotonic() - began < 60
-    assert not ranks[0].is_running()
-    named = [line for line in error_lines(job.output) if "rank 1 (" in line]
-    assert len(named) == 1 and "resume" in named[0] and f"pid {ranks[1].pid}" in named[0], job.output[-3000:]
-
-
-def test_stopped_rank_is_named_too(tmp_path: Path) -> None:
-    """A rank that hangs (here: is stopped) breaks no connection; only its missing sign of life tells."""
-    config, _ = write_run(tmp_path, "run", train={"steps": LONG, "peer_timeout_s": 6.0})
-    job = start_trainer(2, tmp_path / "log", config)
-    wait_for_steps(job)
-    stopped = ranks_of(job)[0]
+def test_dead_and_hung_ranks_are_named_and_end_the_others(tmp_path: Path) -> None:
+    """Two jobs at once, since both mostly wait. A hung (here: stopped) rank breaks no connection: only its missing
+    sign of life tells."""
+    dead, hung = (
+        start_trainer(2, tmp_path / f"{name}.log", write_run(tmp_path, name, train=train)[0], "parallel.gate_group=2")
+        for name, train in (
+            ("dead", {"steps": LONG, "peer_timeout_s": 10.0}),
+            ("hung", {"steps": LONG, "peer_timeout_s": 6.0}),
+        )
+    )
+    wait_for_steps(hung)
+    stopped = ranks_of(hung)[0]
     stopped.suspend()
-    job.wait_for("rank 0 (")
+    wait_for_steps(dead)
+    ranks = ranks_of(dead)
+    ranks[1].kill()
+    dead.limit_s = time.monotonic() - dead.started + 60  # the promise: within a minute
+    assert dead.wait() != 0
+    assert not ranks[0].is_running()
+    named = [line for line in error_lines(dead.output) if "rank 1 (" in line]
+    assert len(named) == 1 and "resume" in named[0] and f"pid {ranks[1].pid}" in named[0], dead.output[-3000:]
+    hung.wait_for("rank 0 (")
     stopped.kill()
-    assert job.wait() != 0
-    assert "gave no sign of life for 6 s" in error_lines(job.output)[0]
+    assert hung.wait() != 0
+    assert "gave no sign of life for 6 s" in error_lines(hung.output)[0]
 
 
-def test_steps_that_are_not_finite_are_skipped_then_stop_the_run(tmp_path: Path) -> None:
-    config, run = write_run(tmp_path, "run", train={"steps": 4}, checkpoint={"interval_steps": 4})
-    start_trainer(1, tmp_path / "good.log", config).succeed()
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run folder of four steps in good order, with checkpoints after the second and the fourth."""
+    folder = tmp_path_factory.mktemp("trained")
+    config, run = write_run(folder, "run", train={"steps": 4}, checkpoint={"interval_steps": 2})
+    start_trainer(1, folder / "log", config).succeed()
+    assert checkpoints(run) == [2, 4]
+    return run
+
+
+def continued(tmp_path: Path, trained: Path, name: str = "run") -> tuple[Path, Path]:
+    """(configuration, run folder) of a copy of the trained run."""
+    config, run = write_run(tmp_path, name)
+    shutil.copytree(trained / "checkpoints", run / "checkpoints")
+    shutil.copy(trained / "config.yaml", run)
+    return config, run
+
+
+def test_steps_that_are_not_finite_are_skipped_then_stop_the_run(tmp_path: Path, trained: Path) -> None:
+    config, run = continued(tmp_path, trained)
     overrides = ["train.steps=50", "train.max_bad_steps=3", "optimizer.lr=1e30", "checkpoint.interval_steps=1"]
-    job = start_trainer(1, tmp_path / "bad.log", config, *overrides)
+    job = start_trainer(1, tmp_path / "log", config, *overrides)
     assert job.wait() == 2, job.output[-3000:]
     errors = error_lines(job.output)
     assert len(errors) == 1 and "3 steps in a row" in errors[0] and "optimizer.lr" in errors[0]
     skipped = [event["step"] for event in events(run, "step") if event["skipped"]]
     assert len(skipped) == 3 and skipped == list(range(skipped[0], skipped[0] + 3))
-    assert events(run, "end")[-1]["step"] == 4  # of the good run: a run that failed does not say "end"
-    saved = [weights(run, step) for step in checkpoints(run)[-2:]]
-    assert all(first.equal(second) for first, second in zip(saved[0], saved[1], strict=True))
+    assert events(run, "end") == []
+    before, after = (weights(run, step) for step in checkpoints(run)[-2:])
+    assert all(first.equal(second) for first, second in zip(before, after, strict=True))
 
 
 def weights(run: Path, step: int) -> list[Any]:
@@ -120,22 +136,19 @@ def weights(run: Path, step: int) -> list[Any]:
     return list(read_full_weights(run / f"checkpoints/step_{step:08d}")[0].values())
 
 
-def test_disk_that_fills_up_loses_nothing(tmp_path: Path) -> None:
-    """A file size limit stands in for the full disk, on the second checkpoint only: the first must survive."""
-    config, run = write_run(tmp_path, "run", train={"steps": 2})
-    start_trainer(1, tmp_path / "good.log", config).succeed()
+def test_disk_that_fills_up_loses_nothing(tmp_path: Path, trained: Path) -> None:
+    """A limit on the size of files stands in for the full disk: the checkpoints of before must survive."""
+    config, run = continued(tmp_path, trained)
 
     def limit_file_size() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # then writing gives an error, as on a full disk
         resource.setrlimit(resource.RLIMIT_FSIZE, (32 * 1024, 32 * 1024))
 
-    job = start_trainer(1, tmp_path / "bad.log", config, "train.steps=4", preexec=limit_file_size)
+    job = start_trainer(1, tmp_path / "log", config, "train.steps=6", preexec=limit_file_size)
     assert job.wait() == 2, job.output[-3000:]
     errors = error_lines(job.output)
-    assert len(errors) == 1 and "step_00000002 is intact" in errors[0], job.output[-3000:]
+    assert len(errors) == 1 and "step_00000004 is intact" in errors[0], job.output[-3000:]
     assert "OSError" in errors[0] and "MiB are free" in errors[0]
     assert "Traceback" not in job.output
-    assert checkpoints(run) == [2]
-    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_00000002"]
-    start_trainer(1, tmp_path / "again.log", config, "train.steps=4").succeed()
-    assert checkpoints(run) == [2, 4]
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_00000002", "step_00000004"]
+    assert all(first.equal(second) for first, second in zip(weights(run, 4), weights(trained, 4), strict=True))

@@ -11,7 +11,7 @@ import pytest
 from tests.dist.harness import Job, events, start_trainer
 from tests.tiny import tiny_model, write_run
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(500)]
 STEPS = 12
 SAVED = 3  # steps between checkpoints
 KILLED_AT = f"step {5:>7}/{STEPS}"

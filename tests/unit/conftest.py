@@ -11,6 +11,8 @@ import pytest
 @pytest.fixture(scope="session")
 def world() -> Iterator[Any]:
     """`World` of one rank. The CPU redirects stay installed for the rest of the session, on a machine without GPU."""
+    import torch
+
     from egmla_megatron.config.check import check_config
     from egmla_megatron.parallel.world import close_world, open_world, seed_everything
     from tests.tiny import tiny_run
@@ -18,5 +20,6 @@ def world() -> Iterator[Any]:
     cfg = tiny_run()
     opened = open_world(cfg, check_config(cfg, 1))
     seed_everything(cfg.run.seed)
+    torch.set_num_threads(1)  # matrices this small are fastest on one thread, above all on a busy machine
     yield opened
     close_world()

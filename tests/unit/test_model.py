@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
 from egmla_megatron.attention.reference import ReferenceModel
@@ -50,15 +51,6 @@ VARIANTS = {
 }
 SHAPES = {"even": (2, 16), "odd": (3, 15), "one": (1, 7)}
 ERROR = 1e-5
-
-
-@pytest.fixture(autouse=True)
-def one_thread(world: Any) -> Any:
-    """Matrices this small are fastest on one thread, above all on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def build(world: Any, model: ModelConfig, **sections: Any) -> Any:
@@ -166,6 +158,23 @@ def test_recompute_really_recomputes(world: Any, monkeypatch: pytest.MonkeyPatch
         in_flight(tiny_run(), world, TINY, recompute)
         counts[recompute] = len(calls)
     assert counts == {"none": 4, "selective": 8, "full": 8}
+
+
+def test_tensor_parallel_dropout_has_a_generator_of_its_own(world: Any) -> None:
+    """Dropout inside the tracker's fork must not move the generator of the dropout that TP ranks share."""
+
+    def draws(*, forked: bool) -> tuple[Tensor, Tensor]:
+        seed_everything(7)
+        inside = torch.zeros(0)
+        if forked:
+            with get_cuda_rng_tracker().fork():
+                inside = torch.rand(4, device=world.device)
+        return torch.rand(4, device=world.device), inside
+
+    outside, _ = draws(forked=False)
+    again, inside = draws(forked=True)
+    assert torch.equal(outside, again)
+    assert not torch.equal(outside, inside)
 
 
 def test_dropout_is_drawn_anew_and_off_in_evaluation(world: Any) -> None:

@@ -22,7 +22,10 @@ FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def _forward(number: int, frame: FrameType | None) -> None:
-    for child in psutil.Process().children():
+    children = psutil.Process().children()
+    if not children:  # still starting: nobody would remember the signal
+        raise SystemExit(128 + number)
+    for child in children:
         if "egmla_megatron.launch" not in " ".join(child.cmdline()):
             child.send_signal(number)
 
@@ -64,4 +67,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:  # during the imports
+        sys.exit(128 + signal.SIGINT)

@@ -28,7 +28,7 @@ class Sampling:
         """UserError for values that cannot be sampled with."""
         if self.max_new_tokens < 1:
             raise UserError(f"max_new_tokens: got {self.max_new_tokens}, allowed 1 or more")
-        if self.temperature < 0:
+        if not self.temperature >= 0:  # also nan
             raise UserError(f"temperature: got {self.temperature}, allowed 0 (most likely token) or more")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p: got {self.top_p}, allowed above 0 up to 1")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from egmla_megatron.cli import run_main
+from egmla_megatron.config.check import check_config
 from egmla_megatron.config.load import load_config
 from egmla_megatron.errors import UserError
 from egmla_megatron.quickstart.supervise import Launch, read_events, resume_difference, run_training
@@ -135,7 +136,8 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", help="section.key=value, as for the trainer")
     arguments = parser.parse_args()
     quiet_libraries()
-    load_config(CONFIG, arguments.overrides)  # a typing mistake should not wait for the data
+    ranks, layout = _layout()
+    check_config(load_config(CONFIG, [*layout, *arguments.overrides]), ranks)  # before anything is replaced
     with contextlib.redirect_stdout(sys.stderr):  # stdout carries the result alone
         out = _open_folder(Path(arguments.out))
         result = _result(out.resolve(), arguments.overrides)

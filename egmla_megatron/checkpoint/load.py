@@ -46,7 +46,7 @@ def load_checkpoint(
         state["optimizer"] = optimizer_state(optimizer, model, world, loading=True)
         if same_ranks:
             state["rng"] = rng_state(world)
-        loaded = dist_checkpointing.load(state, str(path))
+        loaded = _read(state, path)
         adopt_hyperparameters(loaded["optimizer"], optimizer)
         optimizer.load_state_dict(loaded["optimizer"])
     load_weights(built, loaded["model"], path)

@@ -16,18 +16,26 @@ from types import FrameType
 
 import psutil  # not in the handler: a second signal would find it half imported
 
+from egmla_megatron.parallel.child_processes import STOP_SIGNALS
+
 __all__ = ["main"]
 
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
+class _Forwarder:
+    """Passes a signal on to the workers."""
 
-def _forward(number: int, frame: FrameType | None) -> None:
-    children = psutil.Process().children()
-    if not children:  # still starting: nobody would remember the signal
-        raise SystemExit(128 + number)
-    for child in children:
-        if "egmla_megatron.launch" not in " ".join(child.cmdline()):
-            child.send_signal(number)
+    def __init__(self) -> None:
+        self.had_workers = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Signal handler."""
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.Error):  # it may end at any moment
+                if "egmla_megatron.launch" not in " ".join(child.cmdline()):
+                    child.send_signal(number)
+                    self.had_workers = True
+        if not self.had_workers:  # still starting: nobody would remember the signal
+            raise SystemExit(128 + number)
 
 
 def _exit_code(failures: dict[int, object]) -> int:
@@ -57,8 +65,9 @@ def main(argv: Sequence[str]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's default, without its banner
     arguments = parse_args(list(argv))
     arguments.signals_to_handle = "SIGHUP,SIGQUIT"
-    for number in FORWARDED:
-        signal.signal(number, _forward)
+    forward = _Forwarder()
+    for number in STOP_SIGNALS:
+        signal.signal(number, forward)
     try:
         run(arguments)
     except ChildFailedError as error:

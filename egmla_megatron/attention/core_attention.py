@@ -7,8 +7,11 @@ math path costs a factor of ten on a GPU.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -26,11 +29,11 @@ BACKENDS = {
 }
 
 
-def choose_backend(name: str, *, cuda: bool, precision: str, equal_heads: bool) -> str:
+def choose_backend(name: str, *, cuda: bool, precision: str, equal_heads: bool, dropout: bool = False) -> str:
     """Resolve `parallel.attention_backend` for the torch implementation.
 
     On Hopper cuDNN takes unequal heads (192/128) unpadded and is the fastest; fp32 on a GPU needs the
-    memory-efficient kernels; a CPU has flash (equal heads) and math.
+    memory-efficient kernels; a CPU has flash (equal heads, no dropout) and math.
 
     Raises:
         UserError: the named backend does not exist for the torch implementation.
@@ -38,7 +41,7 @@ def choose_backend(name: str, *, cuda: bool, precision: str, equal_heads: bool) 
     if name == "auto":
         if cuda:
             return "cudnn" if precision == "bf16" else "efficient"
-        return "flash" if equal_heads else "math"
+        return "flash" if equal_heads and not dropout else "math"
     if name not in BACKENDS:
         raise UserError(
             f"parallel.attention_backend: got {name!r} with the torch implementation, allowed auto, "
@@ -74,6 +77,7 @@ class TorchCoreAttention(nn.Module):
         self.scale = softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.backend = BACKENDS[config.sdpa_backend]
+        self.forked = not config.sequence_parallel  # with it, megatron-core runs the whole layer inside the fork
 
     def forward(
         self,
@@ -90,7 +94,9 @@ class TorchCoreAttention(nn.Module):
             raise NotImplementedError("packed sequences and attention biases are not supported by TorchCoreAttention")
         q_BNSK, k_BNSK, v_BNSV = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         dropout = self.dropout if self.training else 0.0
-        with sdpa_kernel(self.backend):
+        # tensor-parallel ranks hold different heads, which need different masks
+        fork = get_cuda_rng_tracker().fork() if dropout and self.forked else nullcontext()
+        with fork, sdpa_kernel(self.backend):
             out_BNSV = F.scaled_dot_product_attention(
                 q_BNSK, k_BNSK, v_BNSV, dropout_p=dropout, is_causal=True, scale=self.scale
             )

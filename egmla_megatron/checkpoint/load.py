@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -27,7 +29,7 @@ from egmla_megatron.config.schema import ModelConfig, RunConfig
 from egmla_megatron.errors import UserError
 from egmla_megatron.model.build import BuiltModel
 from egmla_megatron.model.names import canonical_name
-from egmla_megatron.parallel.world import World
+from egmla_megatron.parallel.world import World, seed_everything
 from egmla_megatron.train.optimizer import adopt_hyperparameters, loading_states
 
 __all__ = ["load_checkpoint", "load_weights", "read_full_weights"]
@@ -36,10 +38,14 @@ __all__ = ["load_checkpoint", "load_weights", "read_full_weights"]
 def load_checkpoint(
     cfg: RunConfig, world: World, built: BuiltModel, optimizer: Any, path: Path, data_fingerprint: str
 ) -> Manifest:
-    """Load weights, optimizer and, at the same number of ranks, random generators. Every rank calls it."""
+    """Load weights, optimizer and random generators. Every rank calls it.
+
+    The generators belong to ranks: under another layout they are seeded anew, differently for every step.
+    """
     manifest = read_manifest(path)
     check_compatible(cfg, path, manifest, data_fingerprint)
-    same_ranks = manifest.layout["world_size"] == world.size
+    now = asdict(world.layout)
+    same_ranks = all(manifest.layout[axis] == now[axis] for axis in ("world_size", "tp", "pp", "cp"))
     model = model_state(built, world)
     with loading_states(cfg, optimizer):
         state: dict[str, Any] = {"model": model}
@@ -52,6 +58,8 @@ def load_checkpoint(
     load_weights(built, loaded["model"], path)
     if same_ranks:
         restore_rng(loaded["rng"])
+    else:
+        seed_everything(cfg.run.seed + manifest.step, world)
     return manifest
 
 
@@ -59,6 +67,8 @@ def _read(state: dict[str, Any], path: Path) -> Any:
     try:
         return dist_checkpointing.load(state, str(path))
     except (CheckpointException, CheckpointingException, OSError, RuntimeError, EOFError, KeyError) as error:
+        if isinstance(error, torch.OutOfMemoryError | dist.DistError):
+            raise
         reason = " ".join(str(error).split())[-300:]
         raise UserError(
             f"checkpoint: {path} cannot be read ({type(error).__name__}: {reason}); rename it to go on "

@@ -79,17 +79,25 @@ def _write_synced(path: Path, text: str) -> None:
 def mark_complete(temporary: Path, final: Path, manifest: Manifest) -> None:
     """Manifest, then marker with the manifest's checksum, then the rename that makes the checkpoint visible."""
     files = {path.name: path.stat().st_size for path in temporary.iterdir() if path.is_file()}
+    for name in files:  # megatron-core flushes its data files, but not metadata.json and its like
+        _sync(temporary / name)
     write_manifest(temporary, replace(manifest, files=files))
     digest = hashlib.sha256((temporary / "manifest.json").read_bytes()).hexdigest()
     _write_synced(temporary / MARKER, digest)
+    _sync(temporary)
     if final.exists():
         shutil.rmtree(final)
     os.replace(temporary, final)
-    folder = os.open(final.parent, os.O_RDONLY)
+    _sync(final.parent)
+
+
+def _sync(path: Path) -> None:
+    """Flush a file, or the entries of a folder, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(descriptor)
     finally:
-        os.close(folder)
+        os.close(descriptor)
 
 
 def is_complete(path: Path) -> bool:
@@ -148,14 +156,16 @@ def read_manifest(path: Path) -> Manifest:
 
 def prune(root: Path, keep: int, keep_every_steps: int) -> list[Path]:
     """Delete all but the newest `keep` complete checkpoints (0: delete none) and those at multiples of
-    `keep_every_steps`; also left-overs of interrupted saves older than the newest. Returns what went."""
+    `keep_every_steps`; also left-overs of interrupted saves and deletions older than the newest. Returns what went."""
     complete = complete_checkpoints(root)
     old = complete[:-keep] if keep else []
     gone = [path for path in old if not (keep_every_steps and step_of(path) % keep_every_steps == 0)]
     for path in gone:
         (path / MARKER).unlink()  # first, so that a half-deleted folder is never taken for whole
         shutil.rmtree(path)
-    for path in root.glob("step_*.incomplete"):  # of saves that a crash interrupted
-        if complete and step_of(path.with_suffix("")) < step_of(complete[-1]):
+    for path in root.glob("step_*"):
+        unfinished = path.suffix == ".incomplete"  # a save that a crash interrupted
+        half_deleted = step_of(path) >= 0 and not (path / MARKER).exists()
+        if complete and (unfinished or half_deleted) and step_of(path.with_suffix("")) < step_of(complete[-1]):
             shutil.rmtree(path)
     return gone

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -12,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
-from torch.distributed.checkpoint import CheckpointException
+from megatron.core.dist_checkpointing.strategies.filesystem_async import get_write_results_queue
 
+from egmla_megatron.checkpoint.failures import SAVE_ERRORS, raise_unless_disk
 from egmla_megatron.checkpoint.manifest import (
     FORMAT,
     Manifest,
@@ -31,17 +32,17 @@ from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.errors import UserError
 from egmla_megatron.model.build import BuiltModel
 from egmla_megatron.model.count import count_parameters
+from egmla_megatron.parallel.child_processes import deaf_children
 from egmla_megatron.parallel.world import World
 
 __all__ = ["Saver"]
-
-WRITE_ERRORS: tuple[type[BaseException], ...] = (OSError, CheckpointException, CheckpointingException, RuntimeError)
 
 
 class Saver:
     """Saves a run's checkpoints into RUN_DIR/checkpoints. Every method is called by every rank.
 
     Args:
+        model: the DDP-wrapped module, whose parameters may still be waiting to be gathered.
         on_saved: called on rank 0 with (step, path, seconds) once a checkpoint is complete.
     """
 
@@ -50,11 +51,12 @@ class Saver:
         cfg: RunConfig,
         world: World,
         built: BuiltModel,
+        model: Any,
         optimizer: Any,
         data_fingerprint: str,
         on_saved: Callable[[int, Path, float], None],
     ) -> None:
-        self.cfg, self.world, self.built, self.optimizer = cfg, world, built, optimizer
+        self.cfg, self.world, self.built, self.model, self.optimizer = cfg, world, built, model, optimizer
         self.data_fingerprint, self.on_saved = data_fingerprint, on_saved
         self.root = Path(cfg.run.dir) / "checkpoints"
         background = cfg.checkpoint.asynchronous and world.device.type == "cuda"
@@ -73,6 +75,8 @@ class Saver:
         started = time.time()
         temporary = final.with_name(final.name + ".incomplete")
         self._prepare(temporary)
+        with deaf_children():
+            get_write_results_queue()  # megatron-core keeps one for good, in a process of its own
         try:
             request = dist_checkpointing.save(
                 self._state(),
@@ -86,7 +90,7 @@ class Saver:
             else:
                 request.add_finalize_fn(done)
                 self.queue.schedule_async_request(request)
-        except WRITE_ERRORS as error:
+        except SAVE_ERRORS as error:
             self._give_up(temporary, error)
 
     def poll(self) -> None:
@@ -102,10 +106,12 @@ class Saver:
             return
         try:
             self.queue.maybe_finalize_async_calls(blocking=blocking)
-        except WRITE_ERRORS as error:
+        except SAVE_ERRORS as error:
             self._give_up(None, error)
 
     def _state(self) -> dict[str, Any]:
+        if self.cfg.parallel.overlap_param_gather:
+            self.model.start_param_sync(force_sync=True)  # the optimizer's step left that to the next forward
         model = model_state(self.built, self.world)
         optimizer = optimizer_state(self.optimizer, model, self.world, loading=False)
         return {"model": model, "optimizer": optimizer, "rng": rng_state(self.world)}
@@ -140,7 +146,8 @@ class Saver:
     def estimated_bytes(self) -> int:
         """Size of a checkpoint: weights, fp32 master weights and two fp32 moments, plus metadata."""
         weight = 2 if self.cfg.train.precision == "bf16" else 4
-        return int(count_parameters(self.cfg.model).total * (weight + 12) * 1.02) + 2**20
+        master = 0 if weight == 4 and not self.cfg.optimizer.distributed else 4
+        return int(count_parameters(self.cfg.model).total * (weight + master + 8) * 1.02) + 2**20
 
     def _finalizer(self, step: int, temporary: Path, final: Path, started: float) -> Callable[[], None]:
         manifest = self._manifest(step)
@@ -150,15 +157,23 @@ class Saver:
             if self.world.is_first:
                 try:
                     mark_complete(temporary, final, manifest)
-                    prune(self.root, self.cfg.checkpoint.keep, self.cfg.checkpoint.keep_every_steps)
-                    self.on_saved(step, final, time.time() - started)
                 except OSError as error:
                     failure[0] = str(error)
+                else:
+                    self._prune()
+                    self.on_saved(step, final, time.time() - started)
             dist.broadcast_object_list(failure, src=0, group=self.world.control)
             if failure[0]:
                 raise OSError(failure[0])
 
         return done
+
+    def _prune(self) -> None:
+        """Old checkpoints that cannot be deleted cost space, not the run."""
+        try:
+            prune(self.root, self.cfg.checkpoint.keep, self.cfg.checkpoint.keep_every_steps)
+        except OSError as error:
+            print(f"warning: an old checkpoint in {self.root} cannot be deleted ({error})", file=sys.stderr, flush=True)
 
     def _manifest(self, step: int) -> Manifest:
         import megatron.core
@@ -180,6 +195,7 @@ class Saver:
         )
 
     def _give_up(self, temporary: Path | None, error: BaseException) -> None:
+        raise_unless_disk(error)
         if self.world.is_first and temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
         left = complete_checkpoints(self.root)

@@ -29,6 +29,7 @@ _NOT_NEGATIVE = (
     "train.steps",
     "train.eval_interval",
     "train.exit_after_steps",
+    "train.peer_timeout_s",
     "optimizer.warmup_steps",
     "optimizer.decay_steps",
     "optimizer.weight_decay",
@@ -41,7 +42,6 @@ _NOT_NEGATIVE = (
     "logging.warmup_steps",
 )
 _POSITIVE = (
-    "train.peer_timeout_s",
     "train.collective_timeout_s",
     "optimizer.lr",
     "optimizer.eps",

@@ -96,7 +96,7 @@ class TrainConfig:
     recompute: Literal["none", "selective", "full"] = "none"
     max_bad_steps: int = 10  # stop after so many steps with NaN/Inf loss or gradients in a row
     exit_after_steps: int = 0  # save and stop cleanly after so many steps of this start, 0: never
-    peer_timeout_s: float = 40.0  # seconds without a sign of life before a rank counts as dead
+    peer_timeout_s: float = 40.0  # seconds without a sign of life before a rank counts as dead, 0: never
     collective_timeout_s: float = 600.0  # seconds before a collective gives up
 
 

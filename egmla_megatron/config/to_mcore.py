@@ -60,6 +60,8 @@ def _common(cfg: RunConfig, implementation: str, sdpa_backend: str) -> dict[str,
         "bf16": train.precision == "bf16",
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
+        # costs a pass over the gradients, so only where micro-batches may hold unequally many tokens that count
+        "calculate_per_token_loss": cfg.data.eod_mask_loss,
         "autocast_dtype": dtype,
         "attention_softmax_in_fp32": True,
         "tensor_model_parallel_size": parallel.tensor,

@@ -37,7 +37,7 @@ def megatron_logits(where: str | Path, ids_BS: Tensor) -> Tensor:
     cfg = _single_rank(from_dict(read_manifest(path).config))
     world = open_world(cfg, check_config(cfg, 1))
     try:
-        seed_everything(cfg.run.seed)
+        seed_everything(cfg.run.seed, world)
         built = build_model(cfg, world)
         loaded = dist_checkpointing.load({"model": model_state(built, world)}, str(path))
         load_weights(built, loaded["model"], path)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from egmla_megatron.parallel.child_processes import deaf_children
+
 __all__ = ["Batch", "batch_iterator"]
 
 
@@ -40,7 +42,7 @@ class _Samples(torch.utils.data.Dataset):
 def batch_iterator(
     dataset: Any, indices: Iterable[list[int]], device: torch.device, *, num_workers: int
 ) -> Iterator[Batch]:
-    """Yields the micro-batches that `indices` names, copied ahead to the device without a synchronisation."""
+    """Yields the micro-batches that `indices` names. On a GPU the copy runs beside the steps that are queued already."""
     cuda = device.type == "cuda"
     loader: DataLoader[Any] = DataLoader(
         _Samples(dataset),
@@ -50,8 +52,10 @@ def batch_iterator(
         persistent_workers=num_workers > 0,
         generator=torch.Generator(),  # its own: each start of a loader draws a number, which would shift dropout
     )
+    with deaf_children():
+        samples = iter(loader)
     positions_S: Tensor | None = None
-    for sample in loader:
+    for sample in samples:
         tokens, labels, mask = (
             sample[name].to(device, non_blocking=True) for name in ("tokens", "labels", "loss_mask")
         )

@@ -81,7 +81,9 @@ def _resolve_attention(cfg: RunConfig, implementation: str) -> tuple[str, str]:
     model = cfg.model
     equal = model.attention == "mha" or model.qk_nope_head_dim + model.qk_rope_head_dim == model.v_head_dim
     cuda = torch.cuda.is_available()
-    kernel = choose_backend(wanted, cuda=cuda, precision=cfg.train.precision, equal_heads=equal)
+    kernel = choose_backend(
+        wanted, cuda=cuda, precision=cfg.train.precision, equal_heads=equal, dropout=model.attention_dropout > 0
+    )
     return kernel, kernel
 
 

@@ -68,9 +68,12 @@ class PeerWatch:
 
     def _watch(self) -> None:
         neighbour = (self.rank + 1) % self.size
-        seen, seen_at, beat = b"", time.monotonic(), 0
+        seen, seen_at, beat, turn = b"", time.monotonic(), 0, time.monotonic()
         while not self._end.wait(self.interval):
             beat += 1
+            before, turn = turn, time.monotonic()
+            if turn - before > 3 * self.interval + 1:  # this process stood still, so it saw nothing either
+                seen_at = turn
             try:
                 self.store.set(f"alive/{self.rank}", str(beat))
                 value = self._read(neighbour)

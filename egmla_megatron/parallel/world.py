@@ -135,10 +135,12 @@ def form_groups(cfg: RunConfig, layout: Layout, local_rank: int, device: torch.d
     )
 
 
-def seed_everything(seed: int) -> None:
-    """Seed torch and megatron-core's RNG tracker (dropout differs between tensor-parallel ranks)."""
-    torch.manual_seed(seed)
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+def seed_everything(seed: int, world: World) -> None:
+    """Seed torch and megatron-core's RNG tracker: dropout differs between data-parallel ranks and pipeline stages,
+    and, inside the tracker's fork, between tensor-parallel ranks."""
+    own = (seed + 1_000_003 * world.groups.dp_cp.rank() + 7_919 * world.groups.pp.rank()) % 2**32
+    torch.manual_seed(own)
+    tensor_parallel.model_parallel_cuda_manual_seed(own)
 
 
 def close_world() -> None:

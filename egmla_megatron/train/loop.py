@@ -54,7 +54,9 @@ class Trainer:
         self.throughput = Throughput.of(self.cfg, self.world.size, self.world.device)
         self.saved_at = time.monotonic()
         self.evaluated_at = -1
-        self.saver = Saver(self.cfg, self.world, run.built, run.optimizer, run.datasets.fingerprint, self._on_saved)
+        self.saver = Saver(
+            self.cfg, self.world, run.built, run.model, run.optimizer, run.datasets.fingerprint, self._on_saved
+        )
 
     def run(self) -> int:
         """Train. Returns the exit code: 0, or 128 + the signal that stopped it."""
@@ -66,9 +68,11 @@ class Trainer:
         signal = 0
         while self.step < last and not signal:
             signal, save_now = self._one_step(batches)
-            self._evaluate_if_due()
+            if signal:
+                break
             if save_now or self._interval(self.cfg.checkpoint.interval_steps):
                 self._save()
+            self._evaluate_if_due()  # after the save: an evaluation can take longer than a preempted job is given
             self.saver.poll()
         return self._finish(signal)
 
@@ -95,6 +99,7 @@ class Trainer:
         self.bad_steps = 0 if result.applied else self.bad_steps + 1
         self.skipped_total += not result.applied
         if self.bad_steps >= self.cfg.train.max_bad_steps:
+            self.saver.finish()
             raise UserError(
                 f"training: {self.bad_steps} steps in a row gave no finite gradient (last: step {self.step}, loss "
                 f"{result.loss}, grad_norm {result.grad_norm}), allowed {self.cfg.train.max_bad_steps - 1} "

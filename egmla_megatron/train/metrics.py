@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -14,7 +14,18 @@ from egmla_megatron.model.count import flops_per_token
 __all__ = ["PEAK_BF16_FLOPS", "Throughput", "dense_peak_flops", "peak_memory_mib"]
 
 # dense bf16 peak of one card, FLOP/s, without sparsity (vendor data sheets)
-PEAK_BF16_FLOPS = {"H100": 989e12, "H200": 989e12, "H800": 989e12, "A100": 312e12, "A800": 312e12}
+# the first name that is part of the card's counts, so the slower variants of a card come before it
+PEAK_BF16_FLOPS = {
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "H800 PCIe": 756e12,
+    "H800": 989e12,
+    "A100": 312e12,
+    "A800": 312e12,
+}
 
 
 def dense_peak_flops(device: torch.device) -> float | None:
@@ -42,7 +53,10 @@ class Throughput:
     flops_per_token: float  # forward and backward
     peak_flops: float | None  # of one card
     warmup: int
-    times_s: list[float] = field(default_factory=list)
+    steps: int = 0
+    all_s: float = 0.0  # seconds of all steps
+    counted: int = 0  # steps after warm-up
+    counted_s: float = 0.0  # seconds of those
 
     @classmethod
     def of(cls, cfg: RunConfig, ranks: int, device: torch.device) -> Throughput:
@@ -57,7 +71,11 @@ class Throughput:
 
     def add(self, seconds: float) -> dict[str, float | None]:
         """Record one step; returns its rates."""
-        self.times_s.append(seconds)
+        self.steps += 1
+        self.all_s += seconds
+        if self.steps > self.warmup:
+            self.counted += 1
+            self.counted_s += seconds
         rate = self.tokens_per_step / seconds
         flops = rate / self.ranks * self.flops_per_token
         return {
@@ -68,16 +86,12 @@ class Throughput:
             "mfu": flops / self.peak_flops if self.peak_flops else None,
         }
 
-    @property
-    def counted_s(self) -> list[float]:
-        """Step times after warm-up, in seconds."""
-        return self.times_s[self.warmup :]
-
     def mean_step_s(self) -> float:
         """Mean time of a counted step, or of all steps when none counts yet; in seconds."""
-        times = self.counted_s or self.times_s
-        return sum(times) / len(times) if times else 0.0
+        if self.counted:
+            return self.counted_s / self.counted
+        return self.all_s / self.steps if self.steps else 0.0
 
     def tokens_per_second(self) -> float | None:
         """Mean rate over the counted steps; None before there is one."""
-        return self.tokens_per_step / self.mean_step_s() if self.counted_s else None
+        return self.tokens_per_step / self.mean_step_s() if self.counted else None

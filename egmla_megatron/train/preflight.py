@@ -27,11 +27,6 @@ def check_everything(cfg: RunConfig, world_size: int) -> tuple[Layout, Path | No
         UserError: names the first thing that would not work.
     """
     layout = check_config(cfg, world_size)
-    if cfg.parallel.overlap_param_gather:
-        raise UserError(
-            "parallel.overlap_param_gather: got true, allowed false (a checkpoint would hold weights that are not yet "
-            "gathered); set parallel.overlap_param_gather=false"
-        )
     check_run_dir(cfg)
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         _check_data(cfg)

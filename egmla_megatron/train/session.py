@@ -11,12 +11,13 @@ import torch
 from egmla_megatron.config.check import Layout
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.errors import UserError
+from egmla_megatron.parallel.child_processes import stop_with_launcher
 from egmla_megatron.parallel.liveness import PeerWatch
-from egmla_megatron.parallel.world import close_world
+from egmla_megatron.parallel.world import close_world, open_world
 from egmla_megatron.train.loop import Trainer
 from egmla_megatron.train.setup import prepare
 from egmla_megatron.train.signals import StopRequest
-from egmla_megatron.train.sinks import open_sinks
+from egmla_megatron.train.sinks import Sinks, open_sinks
 
 __all__ = ["train"]
 
@@ -30,12 +31,14 @@ def train(cfg: RunConfig, layout: Layout, checkpoint: Path | None) -> int:
     Raises:
         UserError: something the user can mend; nothing that was saved is lost.
     """
-    run = prepare(cfg, layout, checkpoint)
-    stop = StopRequest()  # not before: until then there is nothing to save, and a signal simply ends the process
-    world = run.world
+    stop_with_launcher()
+    world = open_world(cfg, layout)
     watch = PeerWatch(world.store, world.rank, world.size, cfg.train.peer_timeout_s)
-    sinks = open_sinks(cfg, is_first=world.is_first)
+    sinks: Sinks | None = None
     try:
+        run = prepare(cfg, world, checkpoint)
+        stop = StopRequest()  # not before: until then there is nothing to save, and a signal simply ends the process
+        sinks = open_sinks(cfg, is_first=world.is_first)
         code = Trainer(run, sinks, stop, watch).run()
     except torch.OutOfMemoryError as error:
         raise UserError(
@@ -46,7 +49,8 @@ def train(cfg: RunConfig, layout: Layout, checkpoint: Path | None) -> int:
         _explain_lost_peers(error, watch)
         raise
     finally:
-        sinks.close()
+        if sinks is not None:
+            sinks.close()
     watch.close()
     close_world()
     return code

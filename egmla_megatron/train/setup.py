@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 import torch.distributed as dist
 
 from egmla_megatron.checkpoint.load import load_checkpoint
-from egmla_megatron.checkpoint.manifest import read_manifest
 from egmla_megatron.config.check import Layout
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.data.batch import Batch, batch_iterator
 from egmla_megatron.data.dataset import Datasets, build_datasets, micro_batch_indices
 from egmla_megatron.errors import UserError
 from egmla_megatron.model.build import BuiltModel, build_model
-from egmla_megatron.parallel.world import World, open_world, seed_everything
+from egmla_megatron.parallel.world import World, seed_everything
+from egmla_megatron.train.lock import lock_run_dir
 from egmla_megatron.train.optimizer import build_optimizer, build_schedule, wrap_ddp
 from egmla_megatron.train.run_dir import write_config
 
@@ -38,26 +38,27 @@ class Prepared:
     datasets: Datasets
     start_step: int  # optimizer steps done before
     resumed_from: str  # checkpoint folder, empty: a fresh start
+    lock: IO[str] | None = None  # on rank 0: holds the run folder as long as it is open
 
 
-def prepare(cfg: RunConfig, layout: Layout, checkpoint: Path | None) -> Prepared:
-    """Build the run on this rank and load its checkpoint. Called by every rank."""
-    world = open_world(cfg, layout)
+def prepare(cfg: RunConfig, world: World, checkpoint: Path | None) -> Prepared:
+    """Build the run on this rank and load its checkpoint. Called by every rank.
+
+    Raises:
+        UserError: on every rank, where one of them cannot go on.
+    """
     checkpoint = _same_checkpoint(checkpoint, world)
-    seed_everything(cfg.run.seed)
-    if world.is_first:
-        write_config(cfg)
-    datasets = build_datasets(cfg)
-    if datasets.valid is not None:
-        _validation_samples(cfg, layout, len(datasets.valid))  # now, not after days of training
+    seed_everything(cfg.run.seed, world)
+    lock = together(world, lambda: _claim(cfg) if world.is_first else None)
+    datasets = together(world, lambda: _datasets(cfg, world.layout))
     built = build_model(cfg, world)
     model = wrap_ddp(cfg, built, world)
     optimizer = build_optimizer(cfg, model, built)
     start = 0
     if checkpoint is not None:
         start = load_checkpoint(cfg, world, built, optimizer, checkpoint, datasets.fingerprint).step
-        if world.layout.world_size != read_manifest(checkpoint).layout["world_size"]:
-            seed_everything(cfg.run.seed + start)  # the saved generators belong to other ranks
+    if world.is_first:
+        write_config(cfg)  # not before: a refused start leaves the configuration of the run that is there
     return Prepared(
         cfg=cfg,
         world=world,
@@ -68,7 +69,38 @@ def prepare(cfg: RunConfig, layout: Layout, checkpoint: Path | None) -> Prepared
         datasets=datasets,
         start_step=start,
         resumed_from=str(checkpoint or ""),
+        lock=lock,
     )
+
+
+def together[T](world: World, action: Callable[[], T]) -> T:
+    """What `action` gives on this rank; UserError on every rank when it raises one on any: none is left waiting."""
+    result, problem = None, None
+    try:
+        result = action()
+    except UserError as error:
+        problem = str(error)
+    problems: list[str | None] = [None] * world.size
+    dist.all_gather_object(problems, problem, group=world.control)
+    first = next((text for text in problems if text is not None), None)
+    if first is not None:
+        raise UserError(first)
+    return cast(T, result)
+
+
+def _claim(cfg: RunConfig) -> IO[str]:
+    """Make the run folder this job's own, and recognisable as a run's."""
+    path = Path(cfg.run.dir)
+    if not (path / "config.yaml").is_file():
+        write_config(cfg)
+    return lock_run_dir(path)
+
+
+def _datasets(cfg: RunConfig, layout: Layout) -> Datasets:
+    datasets = build_datasets(cfg)
+    if datasets.valid is not None:
+        _validation_samples(cfg, layout, len(datasets.valid))  # now, not after days of training
+    return datasets
 
 
 def _same_checkpoint(mine: Path | None, world: World) -> Path | None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import signal
 from types import FrameType
 
-__all__ = ["StopRequest"]
+from egmla_megatron.parallel.child_processes import STOP_SIGNALS
 
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+__all__ = ["StopRequest"]
 
 
 class StopRequest:
@@ -19,7 +19,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.received = 0  # signal number, 0: none
-        for number in STOPPING:
+        for number in STOP_SIGNALS:
             signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
@@ -157,20 +158,39 @@ class Wandb:
 
 
 class Sinks:
-    """All sinks of rank 0; on other ranks there are none and every call does nothing."""
+    """All sinks of rank 0; on other ranks there are none and every call does nothing.
+
+    A sink that fails (disk full, no network, a closed terminal) is named once and tried again with the next event:
+    logging must not cost a training run.
+    """
 
     def __init__(self, sinks: list[Sink]) -> None:
         self.sinks = sinks
+        self.warned: set[str] = set()
 
     def write(self, kind: str, event: Mapping[str, Any]) -> None:
         """Send one event to every sink."""
         for sink in self.sinks:
-            sink.write(kind, event)
+            try:
+                sink.write(kind, event)
+            except Exception as error:  # wandb and TensorBoard raise many kinds
+                self._warn(sink, error)
 
     def close(self) -> None:
         """Close every sink."""
         for sink in self.sinks:
-            sink.close()
+            try:
+                sink.close()
+            except Exception as error:
+                self._warn(sink, error)
+
+    def _warn(self, sink: Sink, error: Exception) -> None:
+        name = type(sink).__name__
+        if name in self.warned:
+            return
+        self.warned.add(name)
+        with contextlib.suppress(OSError):  # stderr may be the closed terminal
+            print(f"warning: {name} cannot record: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
 def open_sinks(cfg: RunConfig, *, is_first: bool) -> Sinks:

@@ -30,12 +30,15 @@ class StepResult:
 
 
 def _forward_step(iterator: Iterator[Batch], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    """The loss is a sum and a number of tokens: megatron-core divides, per micro-batch, or by the tokens of the whole
+    global batch where masks make micro-batches unequal (`calculate_per_token_loss`, see config.to_mcore)."""
     batch = next(iterator)
 
-    def loss_function(loss_per_token_BS: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss_function(loss_per_token_BS: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         mask_BS = batch.loss_mask_BS
-        loss = (loss_per_token_BS.float() * mask_BS).sum() / mask_BS.sum().clamp(min=1.0)
-        return loss, {"loss": loss.detach().clone()}  # cloned: the schedule scales the loss in place
+        total, count = (loss_per_token_BS.float() * mask_BS).sum(), mask_BS.sum()
+        # cloned: the schedule scales the loss in place
+        return total, count.to(torch.int), {"loss_and_count": torch.stack([total.detach().clone(), count])}
 
     return model(batch.tokens_BS, batch.position_ids_BS, None, labels=batch.labels_BS), loss_function
 
@@ -55,11 +58,11 @@ def _run_schedule(
 
 
 def _mean_loss(outputs: list[dict[str, Tensor]], world: World) -> Tensor:
-    """Mean over micro-batches and data-parallel ranks, known on every rank (scalar on the device)."""
+    """Mean over the tokens that count of the global batch, known on every rank (scalar on the device)."""
     if world.is_last_stage:
-        loss = torch.stack([output["loss"] for output in outputs]).mean()
-        dist.all_reduce(loss, group=world.groups.dp_cp)
-        loss = loss / world.groups.dp_cp.size()
+        both = torch.stack([output["loss_and_count"] for output in outputs]).double().sum(dim=0)
+        dist.all_reduce(both, group=world.groups.dp_cp)
+        loss = (both[0] / both[1].clamp(min=1.0)).float()
     else:
         loss = torch.zeros((), device=world.device)
     if world.groups.pp.size() > 1:
@@ -86,7 +89,8 @@ def _apply(optimizer: Any, clip: float) -> tuple[float, bool]:
 
 
 def train_step(cfg: RunConfig, world: World, model: Any, optimizer: Any, batches: Iterator[Batch]) -> StepResult:
-    """Forward and backward over the global batch, then the optimizer. One synchronisation, for the norm."""
+    """Forward and backward over the global batch, then the optimizer. The host waits for the device only at the end,
+    for the norm and the loss."""
     model.zero_grad_buffer()
     optimizer.zero_grad()
     outputs = _run_schedule(cfg, model, batches, world.layout.num_microbatches, forward_only=False)

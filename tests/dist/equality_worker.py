@@ -71,7 +71,7 @@ def train(cfg: RunConfig, world: World) -> tuple[Snapshot, dict[str, Any]]:
 
     Returns the snapshot and the parameters by global name.
     """
-    seed_everything(cfg.run.seed)
+    seed_everything(cfg.run.seed, world)
     built = build_model(cfg, world)
     model = wrap_ddp(cfg, built, world)
     optimizer = build_optimizer(cfg, model, built)

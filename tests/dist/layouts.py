@@ -66,6 +66,7 @@ def run_config(model: str, layout: str) -> RunConfig:
     """The run of a model under a layout: 4 micro-batches of 2 sequences a step, so gradients accumulate."""
     sections: dict[str, Any] = {
         "train": {"global_batch_size": 8},
+        "data": {"eod_mask_loss": True},  # the batches' masks have holes: the mean is over the tokens that count
         # a large eps: where a gradient is zero but for rounding, Adam's ratio would be rounding too
         "optimizer": {"eps": 1e-3, "clip_grad": 0.0, "weight_decay": 0.1, "gate_table_lr_ratio": 2.0},
         "parallel": {},

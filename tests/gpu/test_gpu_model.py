@@ -34,7 +34,7 @@ def world() -> Iterator[object]:
 
     cfg = _run(VARIANTS["eg_mla"], "torch")
     opened = open_world(cfg, check_config(cfg, 1))
-    seed_everything(1)
+    seed_everything(1, opened)
     yield opened
     close_world()
 

@@ -19,7 +19,7 @@ def world() -> Iterator[Any]:
 
     cfg = tiny_run()
     opened = open_world(cfg, check_config(cfg, 1))
-    seed_everything(cfg.run.seed)
+    seed_everything(cfg.run.seed, opened)
     torch.set_num_threads(1)  # matrices this small are fastest on one thread, above all on a busy machine
     yield opened
     close_world()

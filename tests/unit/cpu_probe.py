@@ -33,7 +33,7 @@ def mini_run(folder: Path, without: str) -> None:
     precision = {"precision": "bf16", "recompute": "full"}
     cfg = tiny_run(model, str(folder), train=precision, optimizer={"distributed": True, "lr": 1e-2})
     world = open_world(cfg, check_config(cfg, 1))
-    seed_everything(cfg.run.seed)
+    seed_everything(cfg.run.seed, world)
     built = build_model(cfg, world)
     wrapped = wrap_ddp(cfg, built, world)
     optimizer = build_optimizer(cfg, wrapped, built)
@@ -43,7 +43,7 @@ def mini_run(folder: Path, without: str) -> None:
             raise RuntimeError("the step was not applied")
     evaluate(cfg, world, wrapped, batches, 1)
     saved: list[Path] = []
-    Saver(cfg, world, built, optimizer, "data", lambda step, path, seconds: saved.append(path)).save(2)
+    Saver(cfg, world, built, wrapped, optimizer, "data", lambda step, path, seconds: saved.append(path)).save(2)
     load_checkpoint(cfg, world, built, optimizer, saved[0], "data")
 
 

@@ -44,7 +44,13 @@ class Run:
     def save(self) -> Path:
         paths: list[Path] = []
         saver = Saver(
-            self.cfg, self.world, self.built, self.optimizer, "data", lambda step, path, _: paths.append(path)
+            self.cfg,
+            self.world,
+            self.built,
+            self.model,
+            self.optimizer,
+            "data",
+            lambda step, path, _: paths.append(path),
         )
         saver.save(self.done)
         return paths[0]
@@ -159,7 +165,7 @@ def test_other_data_are_refused(world: Any, tmp_path: Path) -> None:
 def test_saving_the_same_step_again_does_nothing_and_old_ones_are_pruned(world: Any, tmp_path: Path) -> None:
     run = Run(world, tiny_run(folder=str(tmp_path), checkpoint={"keep": 2}))
     saved: list[int] = []
-    saver = Saver(run.cfg, world, run.built, run.optimizer, "data", lambda step, path, _: saved.append(step))
+    saver = Saver(run.cfg, world, run.built, run.model, run.optimizer, "data", lambda step, path, _: saved.append(step))
     for step in (1, 1, 2, 3):
         saver.save(step)
     assert saved == [1, 2, 3]

@@ -120,7 +120,7 @@ def test_equals_the_oracle(world: Any, model: ModelConfig, shape: tuple[int, int
 def in_flight(cfg: RunConfig, world: Any, model: ModelConfig, recompute: str) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and summed gradients of two micro-batches, the second forward before the first backward."""
     built = build(world, model, train={"recompute": recompute})
-    seed_everything(cfg.run.seed)  # the same dropout each time
+    seed_everything(cfg.run.seed, world)  # the same dropout each time
     first, second = (loss_of(built, draw_batch(model, (2, 8), seed)) for seed in (1, 2))
     first.backward()
     second.backward()
@@ -164,7 +164,7 @@ def test_tensor_parallel_dropout_has_a_generator_of_its_own(world: Any) -> None:
     """Dropout inside the tracker's fork must not move the generator of the dropout that TP ranks share."""
 
     def draws(*, forked: bool) -> tuple[Tensor, Tensor]:
-        seed_everything(7)
+        seed_everything(7, world)
         inside = torch.zeros(0)
         if forked:
             with get_cuda_rng_tracker().fork():

@@ -1,0 +1,34 @@
+"""Which exceptions of a save mean that the disk failed, and which mean something else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from torch.distributed.checkpoint import CheckpointException
+
+__all__ = ["SAVE_ERRORS", "raise_unless_disk"]
+
+SAVE_ERRORS: tuple[type[BaseException], ...] = (OSError, CheckpointException, CheckpointingException, RuntimeError)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, and what it gathered from the ranks."""
+    yield error
+    if isinstance(error, CheckpointException):
+        for cause, _ in error.failures.values():
+            yield cause
+
+
+def raise_unless_disk(error: BaseException) -> None:
+    """Raise what has nothing to do with the disk: memory, a lost rank, a fault of ours. Returns for the rest.
+
+    RuntimeError is what nearly everything in torch raises; of the disk only the writer of `torch.save` does.
+    """
+    for cause in _causes(error):
+        if isinstance(cause, torch.OutOfMemoryError | dist.DistError | AssertionError):
+            raise cause
+    if isinstance(error, RuntimeError) and "PytorchStreamWriter" not in str(error):
+        raise error

@@ -1,0 +1,49 @@
+"""What a rank's helper processes inherit: no stop signals, and their parent's end."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
+
+__all__ = ["STOP_SIGNALS", "deaf_children", "stop_with_launcher"]
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+@contextmanager
+def deaf_children() -> Iterator[None]:
+    """Processes that are started inside do not see stop signals.
+
+    Slurm signals every process of a job, and Ctrl-C every process of a terminal: loader workers and checkpoint
+    writers must outlive it, or the rank has nothing left to save with. Signals to this process are only held back
+    until the end of the block. Helpers still end when this process does, or when it closes them.
+    """
+    resource_tracker.ensure_running()  # otherwise the first child starts it, which unblocks signals on the way
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def stop_with_launcher() -> None:
+    """Ask the kernel for SIGTERM when the launcher of this rank dies (Linux; elsewhere nothing).
+
+    Several ranks notice through the launcher's rendezvous store; a single one would train on unseen, and a second
+    start in the same folder would find it there. Nothing is asked for outside a launcher: a run that was started in
+    a shell may outlive it.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ or sys.platform != "linux":
+        return
+    parent = os.getppid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent:  # it died in between
+        os.kill(os.getpid(), signal.SIGTERM)

@@ -52,7 +52,7 @@ class ModelConfig:
     gate_norm: bool = True  # LayerNorm over all heads after the gate
     kv_group_size: int = 1  # layers that share one latent (appendix H); only 1 is implemented
     vocab_size: int = 50304  # rows of the embedding and of every gating table, padding included
-    max_position_embeddings: int = 1024  # tokens; rows of the learned positions for mha
+    max_position_embeddings: int = 1024  # tokens of the longest context; for mha also rows of the learned positions
     tie_word_embeddings: bool = True
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-6

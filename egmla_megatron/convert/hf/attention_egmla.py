@@ -6,12 +6,15 @@ can change what it computes.
 Shape suffixes: B batch, S new tokens, T all tokens, H heads, R rotary dims, P query and key dims, V value dims.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch.nn import functional
 
 __all__ = ["GATES", "attend", "causal_mask", "packed_sequences", "rotary_angles", "rotate_pairs"]
 
-GATES = {"mul": torch.mul, "add": torch.add}  # (up-projected latent, gate) -> gated
+# (up-projected latent, gate) -> gated
+GATES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"mul": torch.mul, "add": torch.add}
 
 
 def rotary_angles(position_ids_BS: torch.Tensor, dims: int, theta: float) -> torch.Tensor:

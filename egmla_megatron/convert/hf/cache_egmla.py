@@ -19,6 +19,8 @@ class EgmlaCache(Cache):
     The growing layers of transformers work along the last two dimensions, so they hold these 3-d states as they are.
     """
 
+    layers: list
+
     def __init__(self, config: EgmlaConfig):
         groups = config.num_hidden_layers // config.kv_group_size
         super().__init__(layers=[DynamicLayer() for _ in range(groups)])

@@ -147,7 +147,7 @@ class EgmlaForCausalLM(EgmlaPreTrainedModel, GenerationMixin):
         """`generate` gets the latent cache instead of the library's cache of keys and values."""
         if model_kwargs.get(CACHE) is not None or generation_config.use_cache is False:
             return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
-        if generation_config.cache_implementation not in (None, "dynamic"):
+        if generation_config.cache_implementation not in (None, "dynamic", "dynamic_full"):
             kind = generation_config.cache_implementation
             raise ValueError(f"cache_implementation: got {kind!r}, allowed none: EG-MLA brings its own latent cache")
         model_kwargs[CACHE] = EgmlaCache(self.config)

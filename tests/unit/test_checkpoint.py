@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -169,8 +170,13 @@ def scramble(path: Path) -> None:
     path.write_bytes(b"no checkpoint " * (path.stat().st_size // 14 + 1))
 
 
-@pytest.mark.parametrize("damage", [cut_short, lose, scramble])
-@pytest.mark.parametrize("pattern", ["*.distcp", ".metadata", "metadata.json"])
+@pytest.mark.parametrize(
+    ("pattern", "damage"),
+    [
+        *itertools.product(("*.distcp", ".metadata"), (cut_short, lose, scramble)),
+        ("metadata.json", lose),
+    ],
+)
 def test_an_unreadable_checkpoint_gives_one_line(
     world: Any, tmp_path: Path, pattern: str, damage: Callable[[Path], None]
 ) -> None:

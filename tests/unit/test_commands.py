@@ -18,20 +18,18 @@ TOOLS = sorted(path.stem for path in (Path(__file__).resolve().parents[2] / "too
 def call(
     program: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> tuple[object, str, str]:
-    """(exit code, stdout, stderr) of a tool, or of a module of the package, in this process."""
+    """(exit code, stdout, stderr) of a Python file, in this process."""
     monkeypatch.setattr(sys, "argv", [program, *arguments])
     monkeypatch.setattr(sys, "path", list(sys.path))
     with pytest.raises(SystemExit) as caught:
-        if program.endswith(".py"):
-            runpy.run_path(program, run_name="__main__")
-        else:
-            runpy.run_module(program, run_name="__main__")
+        runpy.run_path(program, run_name="__main__")
     streams = capsys.readouterr()
     return caught.value.code, streams.out, streams.err
 
 
 def programs(root: Path) -> list[str]:
-    return [*(str(root / "tools" / f"{name}.py") for name in TOOLS), "egmla_megatron.quickstart"]
+    quickstart = root / "egmla_megatron" / "quickstart" / "__main__.py"
+    return [*(str(root / "tools" / f"{name}.py") for name in TOOLS), str(quickstart)]
 
 
 @pytest.mark.parametrize("number", range(len(TOOLS) + 1), ids=[*TOOLS, "quickstart"])

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from egmla_megatron.errors import UserError
 
-__all__ = ["refuse_root", "refuse_unwritable"]
+__all__ = ["refuse_name", "refuse_unwritable"]
 
 
-def refuse_root(name: str, folder: str) -> None:
-    """Refuse a folder that is no name at all, and the root of the file system. Reads only.
+def refuse_name(name: str, folder: str) -> None:
+    """Refuse what can be no folder of ours: no name at all, an impossible one, the root of the file system. Reads only.
 
     Raises:
         UserError: starts with `name`, the setting or option that gave the folder.
@@ -21,6 +21,14 @@ def refuse_root(name: str, folder: str) -> None:
         raise UserError(f"{name}: got {folder!r}, allowed the path of a folder; give one, for example runs/mine")
     if Path(folder).absolute() == Path(Path(folder).absolute().anchor):
         raise UserError(f"{name}: got {folder}, the root of the file system; choose a folder below it")
+    try:
+        os.stat(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return  # may still be made, or be refused with a better reason
+    except OSError as error:  # a name that is too long, a loop of links, a folder that is closed to us
+        raise UserError(
+            f"{name}: got {folder}, which cannot be used ({error.strerror}); choose another folder"
+        ) from error
 
 
 def refuse_unwritable(name: str, folder: str | Path) -> None:

@@ -19,7 +19,7 @@ from egmla_megatron.config.check import check_config
 from egmla_megatron.config.load import load_config
 from egmla_megatron.environment import whole_number
 from egmla_megatron.errors import UserError
-from egmla_megatron.folders import refuse_root, refuse_unwritable
+from egmla_megatron.folders import refuse_name, refuse_unwritable
 from egmla_megatron.quickstart.supervise import Launch, read_events, resume_difference, run_training
 from egmla_megatron.quickstart.text import QuickstartData, prepare_text
 from egmla_megatron.quiet import quiet_libraries
@@ -142,7 +142,7 @@ def _check(out: str, overrides: list[str]) -> None:
     Raises:
         UserError: names it.
     """
-    refuse_root("--out", out)
+    refuse_name("--out", out)
     refuse_unwritable("--out", out)
     for override in overrides:
         name = override.partition("=")[0].strip()

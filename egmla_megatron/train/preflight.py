@@ -13,7 +13,7 @@ from egmla_megatron.data.tokenizer import load_tokenizer
 from egmla_megatron.data.verify import verify_prefix
 from egmla_megatron.environment import whole_number
 from egmla_megatron.errors import UserError
-from egmla_megatron.folders import refuse_root, refuse_unwritable
+from egmla_megatron.folders import refuse_name, refuse_unwritable
 from egmla_megatron.train.machine import check_machine
 from egmla_megatron.train.resume import check_same_order
 from egmla_megatron.train.run_dir import check_run_dir
@@ -36,7 +36,7 @@ def check_everything(cfg: RunConfig, world_size: int) -> tuple[Layout, Path | No
             "parallel.overlap_param_gather: got true, allowed false (a checkpoint would hold weights that are not yet "
             "gathered); set parallel.overlap_param_gather=false"
         )
-    refuse_root("run.dir", cfg.run.dir)
+    refuse_name("run.dir", cfg.run.dir)
     check_run_dir(cfg)
     check_blends(cfg)
     if whole_number("LOCAL_RANK", 0, 0) == 0:
@@ -54,6 +54,7 @@ def _check_node(cfg: RunConfig) -> None:
     check_machine(cfg)
     refuse_unwritable("run.dir", cfg.run.dir)
     if cfg.data.cache_dir:
+        refuse_name("data.cache_dir", cfg.data.cache_dir)
         refuse_unwritable("data.cache_dir", cfg.data.cache_dir)
     _check_data(cfg)
     _check_tokenizer(cfg)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from egmla_megatron.errors import UserError
-from egmla_megatron.folders import refuse_root, refuse_unwritable
+from egmla_megatron.folders import refuse_name, refuse_unwritable
 
 
 def test_a_writable_folder_passes_and_stays_as_it_is(tmp_path: Path) -> None:
@@ -44,9 +44,16 @@ def test_a_folder_that_even_root_cannot_write() -> None:
 @pytest.mark.parametrize("folder", ["", " ", "/", "//", "a\0b"])
 def test_no_folder_at_all(folder: str) -> None:
     with pytest.raises(UserError, match=r"^--out: got "):
-        refuse_root("--out", folder)
+        refuse_name("--out", folder)
+
+
+def test_a_name_that_the_file_system_refuses(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for name, reason in (("x" * 300, "File name too long"), ("loop/a", "symbolic links")):
+        with pytest.raises(UserError, match=rf"^run\.dir: got .*{reason}"):
+            refuse_name("run.dir", str(tmp_path / name))
 
 
 def test_a_folder_by_name_is_fine(tmp_path: Path) -> None:
-    refuse_root("--out", "runs/mine")
-    refuse_root("--out", str(tmp_path))
+    refuse_name("--out", "runs/mine")
+    refuse_name("--out", str(tmp_path))

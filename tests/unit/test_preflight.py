@@ -135,6 +135,8 @@ MISTAKES: dict[str, tuple[list[str], Callable[[Trial], object] | None, tuple[str
     "no_run_folder": (["run.dir="], None, ("run.dir: got ''", "the path of a folder")),
     "root_as_run_folder": (["run.dir=/"], None, ("run.dir: got /, the root",)),
     "unwritable_run_folder": (["run.dir=/proc/x"], None, ("run.dir: got /proc/x, which cannot be written",)),
+    "endless_run_folder": (["run.dir=" + "x" * 300], None, ("run.dir: got xxx", "File name too long")),
+    "endless_cache": (["data.cache_dir=" + "x" * 300], None, ("data.cache_dir: got xxx", "File name too long")),
     "unwritable_cache": (["data.cache_dir=/proc/x"], None, ("data.cache_dir: got /proc/x, which cannot be written",)),
     "file_as_cache": (["data.cache_dir={config}/x"], None, ("data.cache_dir: got", "is a file")),
     "no_tokenizer": (["data.tokenizer={run}/none"], None, ("data.tokenizer: got", "which is not there")),

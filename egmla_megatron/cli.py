@@ -1,18 +1,29 @@
-"""What every command line has in common: how it ends."""
+"""What every command line has in common: how it is read, and how it ends."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from egmla_megatron.errors import UserError
 
-__all__ = ["run_main"]
+__all__ = ["CommandParser", "run_main"]
 
 _USER_MISTAKE = 2
 _INTERRUPTED = 130
+
+
+class CommandParser(argparse.ArgumentParser):
+    """An ArgumentParser whose complaint is one line like every other mistake's, and that guesses no option."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **options})
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"command line: {message}; see --help")
 
 
 def run_main(main: Callable[[], int | None]) -> NoReturn:

@@ -10,6 +10,7 @@
 #   EGMLA_PYTHON  the Python (>= 3.12) to use, instead of the first that is found
 #   EGMLA_VENV    folder of the environment (default .venv), or `none`: the active Python has the packages (containers)
 #   EGMLA_EXTRAS  extras of pyproject.toml to install, comma separated (default dev; add te for Transformer Engine)
+#   EGMLA_NPROC   ranks to start on this machine (default: one for each GPU)
 # A user's mistake ends the script with one line `error: ...` and exit code 2.
 set -euo pipefail
 
@@ -33,6 +34,12 @@ egmla_path() {
         /*) printf '%s\n' "$1" ;;
         *) printf '%s\n' "$EGMLA_CALLER/$1" ;;
     esac
+}
+
+# Ends the script unless $2, the value of the variable $1, is a whole number from 1 to 9999.
+egmla_count() {
+    [[ "$2" =~ ^[1-9][0-9]{0,3}$ ]] ||
+        egmla_die "$1: got $2, allowed a whole number from 1 to 9999; set it to the number of processes, or unset it"
 }
 
 # Only running it tells: version managers leave shims that exist and fail.
@@ -220,4 +227,16 @@ egmla_enter() {
     cd "$EGMLA_ROOT"
 }
 
+# What the caller's environment says wrong is said at once, not after an installation of minutes.
+egmla_check_variables() {
+    local extra extras
+    [ -z "${EGMLA_NPROC:-}" ] || egmla_count EGMLA_NPROC "$EGMLA_NPROC"
+    IFS=', ' read -ra extras <<<"$EGMLA_EXTRAS"
+    for extra in "${extras[@]}"; do
+        [[ "$extra" =~ ^(dev|te|eval)$ ]] ||
+            egmla_die "EGMLA_EXTRAS: got $EGMLA_EXTRAS, allowed dev, te, eval, comma separated; write some of them, or unset it"
+    done
+}
+
+egmla_check_variables
 egmla_enter

@@ -8,13 +8,14 @@ arguments=()
 while [ $# -gt 0 ]; do
     case "$1" in
         --out)
-            [ $# -ge 2 ] || egmla_die "--out: got nothing; give a folder"
+            [ $# -ge 2 ] && [ -n "$2" ] || egmla_die "--out: got nothing; give a folder"
             arguments+=(--out "$(egmla_path "$2")")
             shift
             ;;
+        --out=) egmla_die "--out: got nothing; give a folder" ;;
         --out=*) arguments+=(--out "$(egmla_path "${1#--out=}")") ;;
         *) arguments+=("$1") ;;
     esac
     shift
 done
-exec "$EGMLA_PY" -m egmla_megatron.quickstart "${arguments[@]}"
+exec "$EGMLA_PY" -m egmla_megatron.quickstart ${arguments[@]+"${arguments[@]}"}

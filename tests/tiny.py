@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from egmla_megatron.config.schema import (
     DataConfig,
@@ -38,6 +38,8 @@ TINY = ModelConfig(
     max_position_embeddings=32,
     init_std=0.2,
 )
+# a newcomer's gate is tested like the others; test_gates.py holds this to GATES of attention/gated_kv_up.py
+GATES = tuple(gate for gate in get_args(get_type_hints(ModelConfig)["gate"]) if gate != "none")
 PLAIN: dict[str, Any] = {"gate": "none", "kv_emb_dim": 0}
 MHA: dict[str, Any] = {**PLAIN, "attention": "mha", "v_head_dim": 6}
 
@@ -45,6 +47,16 @@ MHA: dict[str, Any] = {**PLAIN, "attention": "mha", "v_head_dim": 6}
 def tiny_model(**changes: Any) -> ModelConfig:
     """TINY with changes."""
     return replace(TINY, **changes)
+
+
+def gate_variants(model: ModelConfig) -> dict[str, ModelConfig]:
+    """`model` with every gate, named by it, with and without the norm behind it."""
+    found = {}
+    for gate in GATES:
+        changes: dict[str, Any] = {"gate": gate}
+        found[gate] = replace(model, **changes, gate_norm=True)
+        found[f"{gate}_without_norm"] = replace(model, **changes, gate_norm=False)
+    return found
 
 
 def tiny_run(model: ModelConfig = TINY, folder: str = "runs/tiny", **sections: Any) -> RunConfig:

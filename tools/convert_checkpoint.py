@@ -15,12 +15,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from egmla_megatron.cli import run_main
+from egmla_megatron.cli import CommandParser, run_main
 from egmla_megatron.quiet import quiet_libraries
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Training checkpoint -> Hugging Face folder.")
+    parser = CommandParser(description="Training checkpoint -> Hugging Face folder.")
     commands = parser.add_subparsers(dest="command", required=True)
     to_hf = commands.add_parser("to-hf", help="write safetensors, config.json, model code and tokenizer files")
     to_hf.add_argument("src", help="checkpoint folder")

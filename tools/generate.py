@@ -8,18 +8,17 @@ Exit code 2 on a user's mistake.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from egmla_megatron.cli import run_main
+from egmla_megatron.cli import CommandParser, run_main
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Text from an exported model folder.")
+    parser = CommandParser(description="Text from an exported model folder.")
     parser.add_argument("hf_dir", help="folder written by tools/convert_checkpoint.py to-hf")
     parser.add_argument("--prompt", action="append", required=True, help="may be given several times")
     parser.add_argument("--max-new-tokens", type=int, default=64)

@@ -7,19 +7,18 @@ CONFIG is a YAML file or a bare name from configs/run or configs/model. Exit cod
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from egmla_megatron.cli import run_main
+from egmla_megatron.cli import CommandParser, run_main
 from egmla_megatron.report.plan import format_plan, make_plan
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Cost of a configuration: parameters, cache, operations, memory.")
+    parser = CommandParser(description="Cost of a configuration: parameters, cache, operations, memory.")
     parser.add_argument("config", help="YAML file, or a name from configs/run or configs/model")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--world-size", type=int, help="also check and print the parallel layout on so many ranks")

@@ -8,18 +8,17 @@ Prints the path of what it wrote last. Exit code 2 on a user's mistake.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from egmla_megatron.cli import run_main
+from egmla_megatron.cli import CommandParser, run_main
 from egmla_megatron.report.write import write_comparison, write_report
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Report of a run, or comparison of several.")
+    parser = CommandParser(description="Report of a run, or comparison of several.")
     parser.add_argument("run_dirs", nargs="+", metavar="RUN_DIR")
     parser.add_argument("--out", help="folder of the comparison (default: the folder that holds the first run)")
     arguments = parser.parse_args()

@@ -77,6 +77,8 @@ class ReferenceAttention(nn.Module):
         super().__init__()
         if model.kv_group_size != 1:
             raise UserError(f"model.kv_group_size: got {model.kv_group_size}, allowed 1 (no layer groups yet); set 1")
+        if model.gate not in ("none", "mul", "add"):  # written out: an oracle shares no table with what it judges
+            raise UserError(f"model.gate: got {model.gate!r}, allowed mul, add, none; teach gated_kv the new one")
         self.model = model
         heads = model.num_attention_heads
         qk_dim = model.qk_nope_head_dim + model.qk_rope_head_dim
@@ -111,10 +113,15 @@ class ReferenceAttention(nn.Module):
         c_BSC is the raw latent. The LayerNorm spans all heads at once.
         """
         kv_BSU = self.kv_b_proj(self.kv_a_layernorm(c_BSC))
-        if not self.model.gated:
+        if self.model.gate == "none":
             return kv_BSU
         gate_BSU = self.gate_proj(self.gate_embed(ids_BS))
-        kv_BSU = kv_BSU * gate_BSU if self.model.gate == "mul" else kv_BSU + gate_BSU
+        if self.model.gate == "mul":
+            kv_BSU = kv_BSU * gate_BSU
+        elif self.model.gate == "add":
+            kv_BSU = kv_BSU + gate_BSU
+        else:
+            raise UserError(f"model.gate: got {self.model.gate!r}, allowed mul, add")
         return self.gate_norm(kv_BSU) if self.model.gate_norm else kv_BSU
 
     def forward(self, x_BSD: Tensor, ids_BS: Tensor) -> Tensor:

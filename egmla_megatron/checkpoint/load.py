@@ -66,7 +66,7 @@ def load_checkpoint(
 def _read(state: dict[str, Any], path: Path) -> Any:
     try:
         return dist_checkpointing.load(state, str(path))
-    except (CheckpointException, CheckpointingException, OSError, RuntimeError, EOFError, KeyError) as error:
+    except (CheckpointException, CheckpointingException, OSError, RuntimeError, EOFError, KeyError, ValueError) as error:
         if isinstance(error, torch.OutOfMemoryError | dist.DistError):
             raise
         reason = " ".join(str(error).split())[-300:]

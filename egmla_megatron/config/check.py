@@ -154,10 +154,10 @@ def _check_sequence(cfg: RunConfig) -> None:
             f"multiples of {chunks}",
             f"set train.seq_length={nearest_multiple(train.seq_length, chunks)}",
         )
-    if model.attention == "mha" and train.seq_length > model.max_position_embeddings:
+    if train.seq_length > model.max_position_embeddings:
+        kind = "learned positions" if model.attention == "mha" else "context of the model (RoPE is not scaled)"
         refuse(
-            f"train.seq_length is beyond the learned positions, model.max_position_embeddings = "
-            f"{model.max_position_embeddings}",
+            f"train.seq_length is beyond the {kind}, model.max_position_embeddings = {model.max_position_embeddings}",
             train.seq_length,
             f"up to {model.max_position_embeddings}",
             f"set train.seq_length={model.max_position_embeddings} or model.max_position_embeddings={train.seq_length}",
@@ -227,6 +227,20 @@ def _check_switches(cfg: RunConfig) -> None:
             "optimizer.distributed=false",
             "optimizer.distributed=true",
             "set parallel.overlap_param_gather=false or optimizer.distributed=true",
+        )
+    if parallel.implementation == "te" and cfg.train.precision == "fp32":
+        refuse(
+            "train.precision: Transformer Engine has no fused fp32 attention",
+            "fp32 with parallel.implementation=te",
+            "bf16",
+            "set parallel.implementation=torch",
+        )
+    if parallel.implementation == "te" and parallel.attention_backend not in ("auto", "te_fused"):
+        refuse(
+            "parallel.attention_backend names an attention kernel of torch (parallel.implementation=te)",
+            parallel.attention_backend,
+            "auto, te_fused",
+            "set parallel.implementation=torch",
         )
     if parallel.attention_backend == "te_fused" and parallel.implementation == "torch":
         refuse(

@@ -42,6 +42,8 @@ def _mapping_without_duplicates(loader: _TextLoader, node: yaml.MappingNode) -> 
     result: dict[Any, Any] = {}
     for key_node, value_node in node.value:
         key = loader.construct_object(key_node, deep=True)
+        if not isinstance(key, str):
+            raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is no name", key_node.start_mark)
         if key in result:
             raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", key_node.start_mark)
         result[key] = loader.construct_object(value_node, deep=True)
@@ -55,12 +57,20 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Returns the configuration in `path` with `overrides` applied.
 
     `path` is a YAML file, or the bare name of one in configs/run or configs/model. Each override reads
-    `section.key=value`. Raises UserError for a missing file, an unknown section or key, or a wrong type.
+    `section.key=value`. Raises UserError for a missing or empty file, one without a model, an unknown section or
+    key, or a wrong type.
     """
-    values = _read_file(_find(path), ())
+    found = _find(path)
+    values = _read_file(found, ())
     for override in overrides:
         values.update([_parse_override(override)])
-    return _build(values)
+    config = _build(values)
+    if not any(section == "model" for section, _ in values):  # or the default model would be trained unasked
+        raise UserError(
+            f"{found}: got no section model, neither in it nor in its includes; allowed: a file that says what to "
+            "build; include one of configs/model, or give model.KEY=VALUE"
+        )
+    return config
 
 
 def from_dict(data: Mapping[str, Mapping[str, Any]], origin: str = "configuration") -> RunConfig:
@@ -129,7 +139,7 @@ def _parse_yaml(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read as UTF-8 text: {error}") from error
     if data is None or data == "":
-        return {}
+        raise UserError(f"{path} is empty; allowed: sections {', '.join(_SECTIONS)} and include; write at least one")
     if not isinstance(data, dict):
         raise UserError(f"{path}: got a {type(data).__name__}; allowed: sections {', '.join(_SECTIONS)} and include")
     return data

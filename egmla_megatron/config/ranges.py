@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 from egmla_megatron.config.schema import RunConfig
@@ -53,6 +54,13 @@ _POSITIVE = (
 )
 _BELOW_ONE = ("optimizer.beta1", "optimizer.beta2", "model.attention_dropout", "model.hidden_dropout")
 _UP_TO_ONE = ("optimizer.min_lr_ratio",)
+_INT32 = 2**31 - 1  # megatron-core counts sizes, epochs and documents in 32 bits
+_LARGEST = {
+    "run.seed": 2**32 - 1,  # of numpy's RandomState, which shuffles the samples
+    "train.tokens": 2**63 - 1,
+    "train.peer_timeout_s": 31_536_000,  # a year; the store and the process groups overflow far beyond it
+    "train.collective_timeout_s": 31_536_000,
+}
 
 
 def check_ranges(cfg: RunConfig) -> None:
@@ -67,7 +75,26 @@ def check_ranges(cfg: RunConfig) -> None:
         _check(cfg, name, 0 <= _value(cfg, name) < 1, "0 to below 1")
     for name in _UP_TO_ONE:
         _check(cfg, name, 0 <= _value(cfg, name) <= 1, "0 to 1")
+    _check_upper_limits(cfg)
     _check(cfg, "data.eod_id", cfg.data.eod_id >= -1, "-1 (from the data's manifest) or a token id")
+
+
+def _check_upper_limits(cfg: RunConfig) -> None:
+    """Whole numbers that the libraries below cannot hold would end in their tracebacks, hours later at worst."""
+    for section in dataclasses.fields(cfg):
+        for field in dataclasses.fields(getattr(cfg, section.name)):
+            name = f"{section.name}.{field.name}"
+            value = getattr(getattr(cfg, section.name), field.name)
+            if name in _LARGEST or (isinstance(value, int) and not isinstance(value, bool)):
+                largest = _LARGEST.get(name, _INT32)
+                _check(cfg, name, value <= largest, f"at most {largest}")
+    if cfg.total_steps > _INT32:
+        refuse(
+            "train.tokens gives more optimizer steps than can be counted",
+            f"{cfg.total_steps} steps",
+            f"at most {_INT32}",
+            "lower train.tokens, or raise train.global_batch_size",
+        )
 
 
 def _value(cfg: RunConfig, name: str) -> float:

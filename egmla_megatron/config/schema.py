@@ -52,7 +52,7 @@ class ModelConfig:
     gate_norm: bool = True  # LayerNorm over all heads after the gate
     kv_group_size: int = 1  # layers that share one latent (appendix H); only 1 is implemented
     vocab_size: int = 50304  # rows of the embedding and of every gating table, padding included
-    max_position_embeddings: int = 1024  # tokens; rows of the learned positions for mha
+    max_position_embeddings: int = 1024  # tokens of the longest context; for mha also rows of the learned positions
     tie_word_embeddings: bool = True
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-6
@@ -73,8 +73,8 @@ class DataConfig:
     """Training text as megatron-core indexed datasets (PREFIX.bin and PREFIX.idx)."""
 
     train: tuple[str, ...] = ()  # prefixes, or weight, prefix, weight, prefix, ...
-    valid: tuple[str, ...] = ()  # same form; empty: no evaluation
-    tokenizer: str = ""  # folder with Hugging Face tokenizer files, or a sentencepiece .model; copied into the export
+    valid: tuple[str, ...] = ()  # prefixes without weights: each counts by its size; empty: no evaluation
+    tokenizer: str = ""  # folder with Hugging Face tokenizer files, or a sentencepiece .model; goes into the export
     cache_dir: str = ""  # sample index caches; empty: RUN_DIR/data_cache
     num_workers: int = 2  # loader processes per rank, 0: in the trainer
     eod_mask_loss: bool = False  # do not learn the end-of-document token
@@ -95,7 +95,7 @@ class TrainConfig:
     eval_batches: int = 20  # global batches per evaluation
     recompute: Literal["none", "selective", "full"] = "none"
     max_bad_steps: int = 10  # stop after so many steps with NaN/Inf loss or gradients in a row
-    exit_after_steps: int = 0  # save and stop cleanly after so many steps of this start, 0: never
+    exit_after_steps: int = 0  # stop cleanly after so many steps of this start (saved if checkpoint.at_end), 0: never
     peer_timeout_s: float = 40.0  # seconds without a sign of life before a rank counts as dead, 0: never
     collective_timeout_s: float = 600.0  # seconds before a collective gives up
 
@@ -140,11 +140,13 @@ class CheckpointConfig:
 
     interval_steps: int = 1000  # steps, 0: never by step
     interval_minutes: float = 0.0  # minutes, 0: never by time
-    at_end: bool = True  # save after the last step; false only for measurements
+    at_end: bool = True  # save after the last step of a start; false only for measurements (signals always save)
     keep: int = 3  # newest complete checkpoints kept, 0: all
     keep_every_steps: int = 0  # additionally keep every checkpoint whose step this divides, 0: none
     resume: Literal["auto", "required", "never"] = "auto"  # auto: newest complete checkpoint of the run if there is one
-    load: str = ""  # start from this checkpoint folder instead (step, data position and optimizer included)
+    # a run without complete checkpoints of its own starts from this checkpoint folder (or newest one of a run folder),
+    # with its step, data position and optimizer; its own newest checkpoint wins
+    load: str = ""
     asynchronous: bool = True  # write in the background on GPUs (CPU runs always write in the foreground)
 
 

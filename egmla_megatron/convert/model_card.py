@@ -8,7 +8,9 @@ from typing import Any
 
 from egmla_megatron.config.schema import ModelConfig
 
-__all__ = ["model_card"]
+__all__ = ["TESTED", "model_card"]
+
+TESTED = ("4.56.2", "4.57.6", "5.0.0", "5.12.0", "5.24.0")  # transformers that ran test_hf_model.py and test_to_hf.py
 
 
 def _architecture(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
@@ -58,5 +60,6 @@ ids = tokenizer("Once", return_tensors="pt")
 print(tokenizer.decode(model.generate(**ids, max_new_tokens=32)[0]))
 ```
 
-The model code in this folder needs transformers 5.24 or newer. Its cache holds latents, not keys and values.
+The model code in this folder needs transformers 4.56 or newer (tested: {", ".join(TESTED)}).
+Its cache holds latents, not keys and values.
 """

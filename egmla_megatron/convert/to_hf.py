@@ -28,7 +28,13 @@ from egmla_megatron.errors import UserError
 __all__ = ["DEFAULT_SHARD_BYTES", "export_hf", "hf_shapes", "verify_hf"]
 
 DEFAULT_SHARD_BYTES = 4 * 2**30
-REMOTE_CODE = ("configuration_egmla.py", "cache_egmla.py", "modeling_egmla.py")
+REMOTE_CODE = (
+    "configuration_egmla.py",
+    "cache_egmla.py",
+    "attention_egmla.py",
+    "layers_egmla.py",
+    "modeling_egmla.py",
+)
 _ROWS_PER_WORD = (".embed_tokens.weight", ".gate_embed.weight", "lm_head.weight")  # tensors with vocab_size rows
 
 

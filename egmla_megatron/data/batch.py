@@ -42,7 +42,7 @@ class _Samples(torch.utils.data.Dataset):
 def batch_iterator(
     dataset: Any, indices: Iterable[list[int]], device: torch.device, *, num_workers: int
 ) -> Iterator[Batch]:
-    """Yields the micro-batches that `indices` names. On a GPU the copy runs beside the steps that are queued already."""
+    """Yields the micro-batches that `indices` names. On a GPU the copy runs beside steps that are queued."""
     cuda = device.type == "cuda"
     loader: DataLoader[Any] = DataLoader(
         _Samples(dataset),

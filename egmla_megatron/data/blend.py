@@ -10,7 +10,9 @@ from pathlib import Path
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.errors import UserError
 
-__all__ = ["parse_blend", "resolve_eod"]
+__all__ = ["check_blends", "parse_blend", "refuse_suffix", "resolve_eod"]
+
+_MOST_SAMPLES = 2**31 - 1  # of a run on weighted data; 21 GB of index on every rank
 
 
 def parse_blend(entries: Sequence[str], key: str) -> tuple[list[str], list[float] | None]:
@@ -36,6 +38,46 @@ def parse_blend(entries: Sequence[str], key: str) -> tuple[list[str], list[float
             "positive weights; give every prefix a weight or none"
         )
     return list(entries[1::2]), [float(w) for w in weights if w is not None]
+
+
+def refuse_suffix(prefix: str, key: str) -> None:
+    """Refuse the name of a file where a prefix is wanted.
+
+    Raises:
+        UserError: `prefix` ends in .bin or .idx and is not itself the prefix of a data set.
+    """
+    path = Path(prefix)
+    if path.suffix in (".bin", ".idx") and not Path(f"{prefix}.idx").is_file():
+        raise UserError(
+            f"{key}: got {prefix}, allowed the prefix of a data set, without .bin and .idx; drop the suffix: "
+            f"{path.with_suffix('')}"
+        )
+
+
+def check_blends(cfg: RunConfig) -> None:
+    """What the two lists of data may not say. Reads no data.
+
+    Raises:
+        UserError: names the list.
+    """
+    for key, entries in (("data.train", cfg.data.train), ("data.valid", cfg.data.valid)):
+        prefixes, weights = parse_blend(entries, key)
+        for prefix in prefixes:
+            refuse_suffix(prefix, key)
+        if weights is None:
+            continue
+        if key == "data.valid":
+            raise UserError(
+                f"data.valid: got weights {weights}, allowed prefixes alone: an evaluation reads every validation set "
+                "in proportion to its size; drop the weights"
+            )
+        samples = cfg.total_steps * cfg.train.global_batch_size
+        if samples > _MOST_SAMPLES:
+            raise UserError(
+                f"train.steps: got {cfg.total_steps} steps of {cfg.train.global_batch_size} sequences on data with "
+                f"weights, allowed {_MOST_SAMPLES} sequences in all (each is drawn beforehand); train shorter, or "
+                "drop the weights of data.train"
+            )
 
 
 def resolve_eod(cfg: RunConfig) -> int:

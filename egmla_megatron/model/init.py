@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from egmla_megatron.config.schema import ModelConfig
+from egmla_megatron.errors import UserError
 from egmla_megatron.model.names import global_names
 from egmla_megatron.parallel.world import World
 
@@ -33,7 +34,10 @@ def weight_std(name: str, model: ModelConfig) -> float | None:
     if name == TABLE:
         return model.gate_table_init_std
     if name.endswith("gate_proj_weight"):
-        gate_std = 1.0 if model.gate == "mul" else float(model.init_std * model.kv_lora_rank**0.5)
+        gate_stds = {"mul": 1.0, "add": float(model.init_std * model.kv_lora_rank**0.5)}
+        if model.gate not in gate_stds:
+            raise UserError(f"model.gate: got {model.gate!r}, allowed {', '.join(gate_stds)}; give the new one a std")
+        gate_std = gate_stds[model.gate]
         return gate_std / (model.gate_table_init_std * float(model.kv_emb_dim**0.5))
     if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
         return model.init_std / float((2 * model.num_layers) ** 0.5)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import math
@@ -15,16 +14,20 @@ import time
 from pathlib import Path
 from typing import Any
 
-from egmla_megatron.cli import run_main
+from egmla_megatron.cli import CommandParser, run_main
 from egmla_megatron.config.check import check_config
 from egmla_megatron.config.load import load_config
+from egmla_megatron.environment import whole_number
 from egmla_megatron.errors import UserError
+from egmla_megatron.folders import refuse_name, refuse_unwritable
 from egmla_megatron.quickstart.supervise import Launch, read_events, resume_difference, run_training
 from egmla_megatron.quickstart.text import QuickstartData, prepare_text
 from egmla_megatron.quiet import quiet_libraries
 
 CONFIG = "quickstart"
 MARKER = "quickstart.json"  # says that the folder is a quickstart's, which a new quickstart may replace
+TABLE_COLUMNS = 64  # model.kv_emb_dim of configs/model/quickstart.yaml
+OWN = ("run.dir", "data.train", "data.valid", "data.tokenizer")  # settings that follow from --out
 STEPS_TO_REPEAT = 8  # steps after the checkpoint that are computed twice, to compare
 PROMPTS = ("def __init__(self, ", "import os\n", '"""Return the ')
 
@@ -46,13 +49,17 @@ def _open_folder(out: Path) -> Path:
 
 
 def _layout() -> tuple[int, list[str]]:
-    """(ranks, overrides): two CPU ranks, or the GPUs that are there up to four."""
+    """(ranks, overrides): EGMLA_NPROC ranks; without it two on a CPU, or the GPUs that are there up to four."""
+    wanted = whole_number("EGMLA_NPROC", 0, 1)
     import torch
 
-    if not torch.cuda.is_available():
-        return 2, []
-    ranks = 2 ** int(math.log2(min(4, torch.cuda.device_count())))
-    return ranks, [f"parallel.gate_group={ranks}", "run.deterministic=true"]
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    ranks = wanted or (2 ** int(math.log2(min(4, gpus))) if gpus else 2)
+    if 0 < gpus < ranks:
+        raise UserError(f"EGMLA_NPROC: got {ranks}, allowed a whole number from 1 to {gpus}, the GPUs; lower it")
+    # tables are cut into as many equal parts as the ranks and their 64 columns allow
+    shared = [f"parallel.gate_group={math.gcd(ranks, TABLE_COLUMNS)}"]
+    return ranks, [*shared, "run.deterministic=true"] if gpus else shared
 
 
 def _train(out: Path, data: QuickstartData, extra: list[str]) -> tuple[list[dict[str, Any]], int, float]:
@@ -129,15 +136,30 @@ def _result(out: Path, extra: list[str]) -> dict[str, Any]:
     }
 
 
+def _check(out: str, overrides: list[str]) -> None:
+    """Everything that can be wrong with the command line, before anything is replaced.
+
+    Raises:
+        UserError: names it.
+    """
+    refuse_name("--out", out)
+    refuse_unwritable("--out", out)
+    for override in overrides:
+        name = override.partition("=")[0].strip()
+        if name in OWN:
+            raise UserError(f"{name}: got {override!r}, but the quickstart makes its own; choose the folder with --out")
+    ranks, layout = _layout()
+    check_config(load_config(CONFIG, [*layout, *overrides]), ranks)
+
+
 def main() -> int:
     """Returns the exit code: 0, or 1 when a check of the result failed."""
-    parser = argparse.ArgumentParser(prog="launch/quickstart.sh", description=__doc__)
+    parser = CommandParser(prog="launch/quickstart.sh", description=__doc__)
     parser.add_argument("--out", default="runs/quickstart", help="folder to write to (default: %(default)s)")
     parser.add_argument("overrides", nargs="*", help="section.key=value, as for the trainer")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     quiet_libraries()
-    ranks, layout = _layout()
-    check_config(load_config(CONFIG, [*layout, *arguments.overrides]), ranks)  # before anything is replaced
+    _check(arguments.out, arguments.overrides)
     with contextlib.redirect_stdout(sys.stderr):  # stdout carries the result alone
         out = _open_folder(Path(arguments.out))
         result = _result(out.resolve(), arguments.overrides)

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from egmla_megatron.environment import whole_number
 from egmla_megatron.errors import UserError
 from egmla_megatron.quiet import quiet_libraries
 
@@ -29,9 +30,11 @@ def _train(arguments: Sequence[str], *, check_only: bool) -> int:
     from egmla_megatron.train.preflight import check_everything
 
     cfg = load_config(arguments[0], arguments[1:])
-    layout, checkpoint = check_everything(cfg, int(os.environ.get("WORLD_SIZE", "1")))
+    rank, world_size = whole_number("RANK", 0, 0), whole_number("WORLD_SIZE", 1, 1)
+    layout, checkpoint = check_everything(cfg, world_size)
     if check_only:
-        print(f"ok: {layout}; {'resumes ' + str(checkpoint) if checkpoint else 'starts from the beginning'}")
+        if rank == 0:
+            print(f"ok: {layout}; {'resumes ' + str(checkpoint) if checkpoint else 'starts from the beginning'}")
         return 0
     from egmla_megatron.train.session import train
 

@@ -8,21 +8,34 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from egmla_megatron.config.schema import ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from tests.tiny import gate_variants
 
 pytestmark = pytest.mark.gpu
 
-SIZES = {"num_layers": 3, "hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 640, "vocab_size": 512}
-HEADS = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "max_position_embeddings": 128}
+BASE = ModelConfig(
+    num_layers=3,
+    hidden_size=256,
+    num_attention_heads=4,
+    intermediate_size=640,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    kv_lora_rank=64,
+    kv_emb_dim=128,
+    vocab_size=512,
+    max_position_embeddings=128,
+)
 VARIANTS = {
-    "eg_mla": ModelConfig(**SIZES, **HEADS, kv_lora_rank=64, kv_emb_dim=128),
-    "add_q_lora": ModelConfig(**SIZES, **HEADS, kv_lora_rank=64, kv_emb_dim=128, gate="add", q_lora_rank=96),
-    "mla": ModelConfig(**SIZES, **HEADS, kv_lora_rank=64, kv_emb_dim=0, gate="none"),
+    **gate_variants(BASE),
+    "add_q_lora": replace(BASE, gate="add", q_lora_rank=96),
+    "mla": replace(BASE, gate="none", kv_emb_dim=0),
 }
 IMPLEMENTATIONS = ("te", "torch")
 
@@ -32,7 +45,7 @@ def world() -> Iterator[object]:
     from egmla_megatron.config.check import check_config
     from egmla_megatron.parallel.world import close_world, open_world, seed_everything
 
-    cfg = _run(VARIANTS["eg_mla"], "torch")
+    cfg = _run(BASE, "torch")
     opened = open_world(cfg, check_config(cfg, 1))
     seed_everything(1, opened)
     yield opened

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -75,6 +76,20 @@ _REFUSED = [
         "set train.seq_length=1024",
     ),
     ([*_MHA, "train.seq_length=2048"], 1, "learned positions", "set train.seq_length=1024"),
+    (["train.seq_length=2048"], 1, "RoPE is not scaled), model.max_position_embeddings", "set train.seq_length=1024"),
+    ([*_PLAIN, "train.seq_length=1025"], 1, "model.max_position_embeddings", "set train.seq_length=1024"),
+    (
+        ["parallel.implementation=te", "train.precision=fp32"],
+        1,
+        "no fused fp32 attention",
+        "set parallel.implementation=torch",
+    ),
+    (
+        ["parallel.implementation=te", "parallel.attention_backend=math"],
+        1,
+        "attention kernel of torch",
+        "set parallel.implementation=torch",
+    ),
     (["parallel.gate_group=3"], 8, "8 ranks of one stage", "set parallel.gate_group=4"),
     (["parallel.gate_group=4", "parallel.pipeline=2"], 4, "2 ranks of one stage", "set parallel.gate_group=2"),
     (["parallel.gate_group=3"], 3, "model.kv_emb_dim = 256", "set parallel.gate_group=1"),
@@ -173,6 +188,17 @@ def test_optional_sizes_are_not_negative(name: str) -> None:
         ("model.attention_dropout=1", "0 to below 1"),
         ("optimizer.min_lr_ratio=1.1", "0 to 1"),
         ("data.eod_id=-2", "a token id"),
+        ("run.seed=4294967296", "at most 4294967295"),
+        ("run.seed=-1", "0 or more"),
+        ("train.steps=2147483648", "at most 2147483647"),
+        ("train.steps=1e30", "at most 2147483647"),
+        ("optimizer.warmup_steps=2147483648", "at most 2147483647"),
+        ("train.tokens=1e19", "at most 9223372036854775807"),
+        ("model.num_layers=1e12", "at most 2147483647"),
+        ("model.vocab_size=1e12", "at most 2147483647"),
+        ("data.num_workers=1e12", "at most 2147483647"),
+        ("train.peer_timeout_s=1e300", "at most 31536000"),
+        ("train.collective_timeout_s=1e300", "at most 31536000"),
     ],
 )
 def test_ranges(override: str, allowed: str) -> None:
@@ -181,6 +207,37 @@ def test_ranges(override: str, allowed: str) -> None:
         _check([override])
     assert str(caught.value).startswith(f"{name}: got ")
     assert allowed in str(caught.value)
+
+
+def test_every_whole_number_has_an_upper_limit() -> None:
+    """A newcomer's setting too: what the libraries cannot hold would be a traceback."""
+    cfg = load_config("pretrain_base")
+    sections = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)}
+    names = [
+        f"{section}.{key}"
+        for section, values in sections.items()
+        for key, value in dataclasses.asdict(values).items()
+        if isinstance(value, int) and not isinstance(value, bool)
+    ]
+    assert len(names) > 30
+    for name in names:
+        with pytest.raises(UserError, match=rf"{name}: got 1{'0' * 30}; allowed: at most \d+"):
+            _check([f"{name}=1{'0' * 30}"])
+
+
+def test_too_many_steps_may_come_from_the_token_budget() -> None:
+    tokens = ["train.tokens=9e18", "train.seq_length=1", "train.global_batch_size=8"]
+    with pytest.raises(UserError, match=r"train\.tokens gives more optimizer steps .*at most 2147483647"):
+        _check(tokens)
+
+
+def test_the_largest_seed_is_the_one_that_shuffles() -> None:
+    import numpy as np
+
+    assert _check(["run.seed=4294967295"]).world_size == 1
+    np.random.RandomState(4294967295)
+    with pytest.raises(ValueError, match="between 0 and"):
+        np.random.RandomState(4294967296)
 
 
 # Behind the refusal of these features by name; kept right for the day it falls.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from torch import Tensor
 
-from egmla_megatron.checkpoint.load import load_checkpoint, read_full_weights
+from egmla_megatron.checkpoint.load import _read, load_checkpoint, read_full_weights
 from egmla_megatron.checkpoint.save import Saver
 from egmla_megatron.checkpoint.state import model_state
 from egmla_megatron.config.schema import RunConfig
@@ -160,6 +162,47 @@ def test_other_data_are_refused(world: Any, tmp_path: Path) -> None:
     path = run.save()
     with pytest.raises(UserError, match=r"other data or in another order \(fingerprint data, now other\)"):
         load_checkpoint(run.cfg, world, run.built, run.optimizer, path, "other")
+
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:10])
+
+
+def lose(path: Path) -> None:
+    path.unlink()
+
+
+def scramble(path: Path) -> None:
+    path.write_bytes(b"no checkpoint " * (path.stat().st_size // 14 + 1))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "damage"),
+    [
+        *itertools.product(("*.distcp", ".metadata"), (cut_short, lose, scramble)),
+        ("metadata.json", lose),
+    ],
+)
+def test_an_unreadable_checkpoint_gives_one_line(
+    world: Any, tmp_path: Path, pattern: str, damage: Callable[[Path], None]
+) -> None:
+    """Damage behind the manifest's back: sizes are checked before, so only a bad disk brings us here."""
+    run = Run(world, tiny_run(folder=str(tmp_path)))
+    run.take(1)
+    path = run.save()
+    state = {"model": model_state(run.built, world)}
+    assert _read(state, path)["model"].keys()
+    files = list(path.glob(pattern))
+    assert files
+    for file in files:
+        damage(file)
+    with pytest.raises(
+        UserError, match=r"cannot be read .*; rename it to go on from the checkpoint before it"
+    ) as caught:
+        _read({"model": model_state(run.built, world)}, path)
+    message = str(caught.value)
+    assert message.startswith(f"checkpoint: {path} cannot be read (")
+    assert "\n" not in message and len(message) < 800
 
 
 def test_saving_the_same_step_again_does_nothing_and_old_ones_are_pruned(world: Any, tmp_path: Path) -> None:

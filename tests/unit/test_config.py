@@ -28,12 +28,25 @@ def _config(tmp_path: Path, text: str = "model:\n  name: x\n") -> Path:
     return _write(tmp_path / "config.yaml", text)
 
 
-def test_empty_file_gives_the_defaults(tmp_path: Path) -> None:
-    assert load_config(_config(tmp_path, "# nothing\n")) == RunConfig()
-
-
 def test_section_without_keys_gives_its_defaults(tmp_path: Path) -> None:
-    assert load_config(_config(tmp_path, "model:\n  # num_layers: 3\ntrain:\n")) == RunConfig()
+    text = "model:\n  name: x\ntrain:\n  # steps: 3\n"
+    assert load_config(_config(tmp_path, text)) == replace(RunConfig(), model=ModelConfig(name="x"))
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "---\n", "include: empty.yaml\nmodel:\n  name: x\n"])
+def test_an_empty_file_is_refused_by_name(tmp_path: Path, text: str) -> None:
+    _write(tmp_path / "empty.yaml", "\n")
+    with pytest.raises(UserError, match=r"(config|empty)\.yaml is empty; allowed: sections run, model"):
+        load_config(_config(tmp_path, text))
+
+
+@pytest.mark.parametrize("text", ["train:\n  steps: 3\n", "model:\n", "include: part.yaml\n"])
+def test_the_default_model_is_never_taken_unasked(tmp_path: Path, text: str) -> None:
+    _write(tmp_path / "part.yaml", "train:\n  steps: 3\n")
+    path = _config(tmp_path, text)
+    with pytest.raises(UserError, match=r"config\.yaml: got no section model"):
+        load_config(path)
+    assert load_config(path, ["model.num_layers=3"]).model == ModelConfig(num_layers=3)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +105,9 @@ def test_bad_override_says_what_is_allowed(tmp_path: Path, override: str, parts:
 
 
 def test_yaml_types_follow_the_field(tmp_path: Path) -> None:
-    text = "run:\n  name: 010\noptimizer:\n  lr: 6e-4\ndata:\n  train: [0.3, a, 0.7, b]\n  valid: c\n"
+    text = (
+        "model:\n  name: x\nrun:\n  name: 010\noptimizer:\n  lr: 6e-4\ndata:\n  train: [0.3, a, 0.7, b]\n  valid: c\n"
+    )
     cfg = load_config(_config(tmp_path, text))
     assert cfg.run.name == "010"
     assert cfg.optimizer.lr == 6e-4
@@ -110,6 +125,11 @@ def test_yaml_types_follow_the_field(tmp_path: Path) -> None:
         ("- a\n", ["config.yaml", "list", "sections"]),
         ("model: [\n", ["config.yaml", "not valid YAML"]),
         ("train:\n  steps: 1\n  steps: 2\n", ["config.yaml", "'steps' stands twice"]),
+        ("text\n", ["config.yaml", "got a str", "sections"]),
+        ("model:\n\tname: x\n", ["config.yaml", "not valid YAML", "'\\t'"]),
+        ("model:\n  name: x\nmodel:\n  name: y\n", ["config.yaml", "'model' stands twice"]),
+        ("? [a]\n: b\n", ["config.yaml", "not valid YAML", "is no name"]),
+        ("model: {name: x}\n---\nmodel: {name: y}\n", ["config.yaml", "not valid YAML", "single document"]),
         ("include: {a: b}\n", ["config.yaml", "include"]),
         ("include: [gone.yaml]\n", ["config.yaml", "gone.yaml", "not there"]),
     ],
@@ -147,7 +167,8 @@ def test_the_same_file_may_be_included_twice(tmp_path: Path) -> None:
     _write(tmp_path / "shared.yaml", "train:\n  steps: 3\n")
     for name in ("a", "b"):
         _write(tmp_path / f"{name}.yaml", "include: shared.yaml\n")
-    assert load_config(_config(tmp_path, "include: [a.yaml, b.yaml]\n")).train.steps == 3
+    text = "include: [a.yaml, b.yaml]\nmodel:\n  name: x\n"
+    assert load_config(_config(tmp_path, text)).train.steps == 3
 
 
 def test_missing_file_names_the_nearest(tmp_path: Path) -> None:

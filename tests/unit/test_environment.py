@@ -237,3 +237,51 @@ def test_none_uses_the_active_python_and_says_what_it_lacks(sandbox: Sandbox) ->
     assert code == 2
     assert "lacks: torch" in err
     assert err.count("\n") == 1
+
+
+def _script(sandbox: Sandbox, name: str, *arguments: str, **extra: str) -> tuple[int, str]:
+    """(exit code, stderr) of a launch script whose Python only prints its arguments."""
+    sandbox.add("python3.12", '#!/bin/bash\n[ "$1" = -c ] || printf "python %s\\n" "$*" >&2\n')
+    sandbox.add("nvidia-smi", "#!/bin/bash\nexit 1\n")
+    variables = {"PATH": str(sandbox.bin), "HOME": str(sandbox.home), "EGMLA_VENV": "none", **extra}
+    command = [shutil.which("bash") or "bash", str(sandbox.root / "launch" / name), *arguments]
+    done = subprocess.run(
+        command, cwd=sandbox.home, env=variables, text=True, capture_output=True, check=False, timeout=60
+    )
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("script", ["train.sh", "quickstart.sh"])
+@pytest.mark.parametrize("value", ["abc", "0", "-1", "1.5", "2 3", "08", "9" * 30])
+def test_a_number_of_ranks_that_is_none_is_one_line(sandbox: Sandbox, script: str, value: str) -> None:
+    code, err = _script(sandbox, script, "quickstart", EGMLA_NPROC=value)
+    assert code == 2
+    assert err.startswith(f"error: EGMLA_NPROC: got {value}, allowed a whole number from 1")
+    assert err.count("\n") == 1
+
+
+def test_the_number_of_ranks_reaches_the_launcher(sandbox: Sandbox) -> None:
+    code, err = _script(sandbox, "train.sh", "mine.yaml", EGMLA_NPROC="12")
+    assert code == 0
+    assert "--nproc-per-node 12 -m egmla_megatron.train mine.yaml" in err
+    assert "--nproc-per-node 1 " in _script(sandbox, "train.sh", "mine.yaml")[1]
+
+
+@pytest.mark.parametrize("value", ["foo", "dev,foo", "dev te x", "[te]", "de"])
+def test_an_unknown_extra_is_one_line(sandbox: Sandbox, value: str) -> None:
+    code, err = _script(sandbox, "train.sh", "quickstart", EGMLA_EXTRAS=value)
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith(f"error: EGMLA_EXTRAS: got {value}, allowed dev, te, eval")
+
+
+@pytest.mark.parametrize("arguments", [["--out"], ["--out", ""], ["--out="]])
+def test_the_quickstart_wants_a_folder(sandbox: Sandbox, arguments: list[str]) -> None:
+    code, err = _script(sandbox, "quickstart.sh", *arguments)
+    assert (code, err) == (2, "error: --out: got nothing; give a folder\n")
+
+
+def test_the_folder_of_the_quickstart_is_the_callers(sandbox: Sandbox) -> None:
+    for arguments in (["--out", "mine"], ["--out=mine"]):
+        code, err = _script(sandbox, "quickstart.sh", *arguments)
+        assert code == 0
+        assert f"--out {sandbox.home}/mine" in err

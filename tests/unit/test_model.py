@@ -17,7 +17,7 @@ from egmla_megatron.model.build import build_model
 from egmla_megatron.model.init import weight_std
 from egmla_megatron.model.names import global_names
 from egmla_megatron.parallel.world import seed_everything
-from tests.tiny import MHA, PLAIN, TINY, tiny_model, tiny_run
+from tests.tiny import GATES, MHA, PLAIN, TINY, gate_variants, tiny_model, tiny_run
 
 # no size is even, no two are alike
 ODD = replace(
@@ -34,10 +34,7 @@ ODD = replace(
     vocab_size=31,
 )
 VARIANTS = {
-    "mul": TINY,
-    "mul_without_norm": tiny_model(gate_norm=False),
-    "add": tiny_model(gate="add"),
-    "add_without_norm": tiny_model(gate="add", gate_norm=False),
+    **gate_variants(TINY),
     "mla": tiny_model(**PLAIN),
     "mla_q_lora": tiny_model(**PLAIN, q_lora_rank=10),
     "q_lora_untied": tiny_model(q_lora_rank=10, tie_word_embeddings=False),
@@ -130,7 +127,7 @@ def in_flight(cfg: RunConfig, world: Any, model: ModelConfig, recompute: str) ->
 # Token data kept on a module instead of travelling in `context` passes with one micro-batch and is silently wrong here:
 # when backward recomputes the first micro-batch, the module holds the second one's tokens.
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-@pytest.mark.parametrize("name", ["mul", "add_without_norm", "q_lora_untied", "mla", "mha"])
+@pytest.mark.parametrize("name", [*GATES, "add_without_norm", "q_lora_untied", "mla", "mha"])
 def test_recompute_with_two_micro_batches_in_flight(world: Any, name: str, recompute: str) -> None:
     model = replace(VARIANTS[name], hidden_dropout=0.2)
     losses, expected = in_flight(tiny_run(), world, model, "none")

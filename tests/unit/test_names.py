@@ -11,6 +11,7 @@ from egmla_megatron.attention.reference import ReferenceModel
 from egmla_megatron.config.schema import ModelConfig
 from egmla_megatron.convert.names import from_hf_tensors, to_hf_tensors
 from egmla_megatron.errors import UserError
+from tests.tiny import gate_variants
 
 TINY = ModelConfig(
     num_layers=2,
@@ -26,8 +27,7 @@ TINY = ModelConfig(
     max_position_embeddings=8,
 )
 VARIANTS = {
-    "mul": TINY,
-    "add_without_norm": replace(TINY, gate="add", gate_norm=False),
+    **gate_variants(TINY),
     "q_lora_untied": replace(TINY, q_lora_rank=5, tie_word_embeddings=False),
     "mla": replace(TINY, gate="none", kv_emb_dim=0),
     "mha": replace(TINY, attention="mha", gate="none", kv_emb_dim=0),

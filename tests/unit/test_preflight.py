@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +13,8 @@ import pytest
 
 from egmla_megatron.checkpoint.manifest import Manifest, checkpoint_path, mark_complete
 from egmla_megatron.config.load import architecture, load_config, to_dict
+from egmla_megatron.errors import UserError
+from egmla_megatron.train import machine
 from egmla_megatron.train.main import main
 from egmla_megatron.train.run_dir import write_config
 from tests.tiny import write_run
@@ -26,6 +30,11 @@ class Trial:
         self.data = folder / "data/train"
         cfg = load_config(self.config)
         write_config(cfg)
+        self.save([])
+
+    def save(self, overrides: list[str]) -> None:
+        """The checkpoint, of the configuration with `overrides`."""
+        cfg = load_config(self.config, overrides)
         manifest = Manifest(
             format=1,
             step=CHECKED,
@@ -48,7 +57,7 @@ class Trial:
 
 @pytest.fixture
 def trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trial:
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     return Trial(tmp_path)
 
@@ -69,6 +78,28 @@ def replace_by_other_files(trial: Trial) -> None:
     (trial.run / "config.yaml").unlink()
 
 
+def break_tokenizer(trial: Trial) -> None:
+    for name in ("tokenizer_config.json", "tokenizer.json"):
+        trial.data.with_name(name).write_text("{]")
+
+
+def write_tokenizer(path: Path, eos_id: int) -> None:
+    """A sentencepiece model of 300 pieces."""
+    import io
+
+    import sentencepiece
+
+    text = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(Path(json.__file__).read_text().splitlines()),
+        model_writer=text,
+        vocab_size=300,
+        eos_id=eos_id,
+        minloglevel=2,
+    )
+    path.write_bytes(text.getvalue())
+
+
 # name -> (overrides, damage done before, what the line must say)
 MISTAKES: dict[str, tuple[list[str], Callable[[Trial], object] | None, tuple[str, ...]]] = {
     "unknown_key": (["train.stepz=3"], None, ("unknown key", "stepz", "did you mean steps?")),
@@ -83,6 +114,49 @@ MISTAKES: dict[str, tuple[list[str], Callable[[Trial], object] | None, tuple[str
     "truncated_bin": ([], lambda trial: truncate(trial.data.with_suffix(".bin")), ("train.bin", "cut off")),
     "truncated_index": ([], lambda trial: truncate(trial.data.with_suffix(".idx")), ("train.idx", "file size")),
     "large_ids": ([], lambda trial: change_manifest(trial.data.with_suffix(".json")), ("vocab_size", "1000")),
+    "suffix": (["data.train=[{data}/train.bin]"], None, ("data.train: got", "drop the suffix: ", "data/train")),
+    "suffix_of_an_index": (["data.valid=[{data}/valid.idx]"], None, ("data.valid: got", "drop the suffix: ")),
+    "weights_of_validation": (["data.valid=[1,{data}/valid]"], None, ("data.valid: got weights", "drop the weights")),
+    "too_many_samples": (
+        ["data.train=[1,{data}/train]", "train.steps=2e9", "run.dir={run}2"],
+        None,
+        ("train.steps: got 2000000000 steps of 4 sequences on data with weights", "allowed 2147483647"),
+    ),
+    "seed": (["run.seed=5000000000"], None, ("run.seed", "at most 4294967295")),
+    "other_seed": (["run.seed=8"], None, ("run.seed: got 8", "was trained with 7", "keep 7")),
+    "other_data": (["data.train=[{data}/valid]"], None, ("data.train: got ['valid']", "trained with ['train']")),
+    "more_data": (["data.train=[{data}/train,{data}/valid]"], None, ("data.train: got ['train', 'valid']",)),
+    "other_end_of_document": (["data.eod_id=1"], lambda trial: trial.save(["data.eod_id=0"]), ("data.eod_id: got 1",)),
+    "other_length_of_a_weighted_run": (
+        ["data.train=[1,{data}/train]", "train.steps=20"],
+        lambda trial: trial.save([f"data.train=[1,{trial.data}]"]),
+        ("train.steps (the data have weights): got 20", "trained with 12"),
+    ),
+    "no_run_folder": (["run.dir="], None, ("run.dir: got ''", "the path of a folder")),
+    "root_as_run_folder": (["run.dir=/"], None, ("run.dir: got /, the root",)),
+    "unwritable_run_folder": (["run.dir=/proc/x"], None, ("run.dir: got /proc/x, which cannot be written",)),
+    "endless_run_folder": (["run.dir=" + "x" * 300], None, ("run.dir: got xxx", "File name too long")),
+    "endless_cache": (["data.cache_dir=" + "x" * 300], None, ("data.cache_dir: got xxx", "File name too long")),
+    "unwritable_cache": (["data.cache_dir=/proc/x"], None, ("data.cache_dir: got /proc/x, which cannot be written",)),
+    "file_as_cache": (["data.cache_dir={config}/x"], None, ("data.cache_dir: got", "is a file")),
+    "no_tokenizer": (["data.tokenizer={run}/none"], None, ("data.tokenizer: got", "which is not there")),
+    "name_of_a_tokenizer": (["data.tokenizer=gpt2"], None, ("data.tokenizer: got 'gpt2', which is not there",)),
+    "broken_tokenizer": (
+        ["data.tokenizer={data}/t.model"],
+        lambda trial: trial.data.with_name("t.model").write_bytes(b"no model"),
+        ("data.tokenizer: ", "is not a sentencepiece model"),
+    ),
+    "broken_tokenizer_folder": (["data.tokenizer={data}"], break_tokenizer, ("data.tokenizer: ", "does not load")),
+    "large_tokenizer": (
+        ["data.tokenizer={data}/t.model"],
+        lambda trial: write_tokenizer(trial.data.with_name("t.model"), eos_id=2),
+        ("data.tokenizer: got", "with 300 ids, allowed at most model.vocab_size = 64"),
+    ),
+    "tokenizer_without_end": (
+        ["data.tokenizer={data}/t.model"],
+        lambda trial: write_tokenizer(trial.data.with_name("t.model"), eos_id=-1),
+        ("data.tokenizer: ", "has no end-of-document (eos) piece"),
+    ),
     "blend": (["data.train=[0.5,a,b]"], None, ("data.train", "positive weights")),
     "other_architecture": (
         ["model.hidden_size=48", "run.dir={run}2", "checkpoint.load={run}"],
@@ -108,7 +182,7 @@ def test_one_line_and_exit_code_2(trial: Trial, name: str, capsys: pytest.Captur
     overrides, damage, expected = MISTAKES[name]
     if damage is not None:
         damage(trial)
-    places = {"run": trial.run, "config": trial.config}
+    places = {"run": trial.run, "config": trial.config, "data": trial.data.parent}
     code = main([str(trial.config), *(override.format(**places) for override in overrides), "--check"])
     streams = capsys.readouterr()
     assert code == 2, streams
@@ -133,6 +207,77 @@ def test_what_is_right_passes_and_changes_nothing(trial: Trial, capsys: pytest.C
     assert "starts from the beginning" in capsys.readouterr().out
     assert sorted(trial.run.rglob("*")) == before
     assert not Path(f"{trial.run}2").exists()
+
+
+def test_a_fitting_tokenizer_passes(trial: Trial, capsys: pytest.CaptureFixture[str]) -> None:
+    path = trial.data.with_name("t.model")
+    write_tokenizer(path, eos_id=2)
+    overrides = ["model.vocab_size=320", f"run.dir={trial.run}2", f"data.tokenizer={path}"]
+    assert main([str(trial.config), *overrides, "--check"]) == 0, capsys.readouterr().err
+
+
+def test_only_the_first_rank_says_ok(
+    trial: Trial, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, lines in (("0", 1), ("1", 0)):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        capsys.readouterr()
+        assert main([str(trial.config), "--check"]) == 0
+        assert capsys.readouterr().out.count("\n") == lines
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK", "LOCAL_RANK"])
+@pytest.mark.parametrize("value", ["abc", "-1", "1.5", "9" * 30])
+def test_a_launcher_variable_that_is_no_number(
+    trial: Trial, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, value: str
+) -> None:
+    monkeypatch.setattr("egmla_megatron.train.main.ALONE_AFTER_S", 0.0)
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # the report of a rank that is not the first sets one
+    monkeypatch.setenv(name, value)
+    capsys.readouterr()
+    assert main([str(trial.config), "--check"]) == 2
+    errors = capsys.readouterr().err
+    assert f"{name}: got {value}, allowed a whole number from" in errors and errors.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("installed", "gpus", "ranks", "overrides", "message"),
+    [
+        (False, 8, "8", ["parallel.implementation=te", "train.precision=bf16"], "transformer_engine is not installed"),
+        (True, 0, "1", ["parallel.implementation=te", "train.precision=bf16"], "no CUDA device is visible"),
+        (False, 1, "2", [], "ranks of this machine: got 2, allowed up to 1"),
+        (True, 8, "8", ["parallel.implementation=te", "train.precision=bf16"], ""),
+        (False, 0, "2", [], ""),
+    ],
+)
+def test_what_the_machine_lacks(
+    monkeypatch: pytest.MonkeyPatch, installed: bool, gpus: int, ranks: str, overrides: list[str], message: str
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    monkeypatch.setattr(machine, "gpu_count", lambda: gpus)
+    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda _: object() if installed else None)
+    cfg = load_config("quickstart", overrides)
+    if not message:
+        machine.check_machine(cfg)
+        return
+    with pytest.raises(UserError, match=message):
+        machine.check_machine(cfg)
+
+
+def test_the_driver_counts_the_gpus_that_torch_counts() -> None:
+    import torch
+
+    assert machine.gpu_count() == torch.cuda.device_count()
+
+
+def test_checking_needs_no_torch(trial: Trial, root: Path) -> None:
+    code = "import sys; from egmla_megatron.train.main import main; code = main(sys.argv[1:]); "
+    code += "sys.exit(code or any(name in sys.modules for name in ('torch', 'megatron', 'transformers')))"
+    command = [sys.executable, "-c", code, str(trial.config), "--check"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_torn_checkpoint_is_passed_over(trial: Trial, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""The latent cache of EG-MLA for Hugging Face transformers 5.
+"""The latent cache of EG-MLA for Hugging Face transformers.
 
 A flat file: exported checkpoints carry it beside their weights. What is stored per token is the normed latent
 (C elements) and the rotated shared key (R elements) of each layer, and the token's id once.
@@ -19,6 +19,8 @@ class EgmlaCache(Cache):
     The growing layers of transformers work along the last two dimensions, so they hold these 3-d states as they are.
     """
 
+    layers: list
+
     def __init__(self, config: EgmlaConfig):
         groups = config.num_hidden_layers // config.kv_group_size
         super().__init__(layers=[DynamicLayer() for _ in range(groups)])
@@ -34,13 +36,14 @@ class EgmlaCache(Cache):
         return sum(state.nbytes for layer in layers for state in (layer.keys, layer.values) if state is not None)
 
     def reset(self) -> None:
-        super().reset()
+        self.layers = [DynamicLayer() for _ in self.layers]  # older releases only zero what they hold
         self.token_ids_BT = None
 
     def crop(self, tokens_to_remove: int) -> None:
+        """Negative: so many tokens go. Positive (until transformers 5.20 or so): so many stay."""
         super().crop(tokens_to_remove)
-        if tokens_to_remove and self.token_ids_BT is not None:
-            self.token_ids_BT = self.token_ids_BT[:, :tokens_to_remove]
+        if self.token_ids_BT is not None:
+            self.token_ids_BT = self.token_ids_BT[:, : self.get_seq_length()]
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         super().reorder_cache(beam_idx)

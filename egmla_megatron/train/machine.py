@@ -1,0 +1,46 @@
+"""Whether this machine has what the configuration asks for, without importing torch."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+
+from egmla_megatron.config.schema import RunConfig
+from egmla_megatron.environment import whole_number
+from egmla_megatron.errors import UserError
+
+__all__ = ["check_machine", "gpu_count"]
+
+
+def gpu_count() -> int:
+    """GPUs that CUDA shows to this process; the driver itself is asked, which knows CUDA_VISIBLE_DEVICES."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0  # no driver, no GPU
+    count = ctypes.c_int()
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return 0
+    return count.value
+
+
+def check_machine(cfg: RunConfig) -> None:
+    """Transformer Engine where it is asked for, and a GPU for every rank of this node.
+
+    Raises:
+        UserError: names what is missing.
+    """
+    gpus, ranks = gpu_count(), whole_number("LOCAL_WORLD_SIZE", 1, 1)
+    if cfg.parallel.implementation == "te":
+        importable = importlib.util.find_spec("transformer_engine") is not None
+        if not (importable and gpus):
+            missing = "no CUDA device is visible" if importable else "transformer_engine is not installed"
+            raise UserError(
+                f"parallel.implementation=te: {missing}; set parallel.implementation=torch, or install the extra 'te' "
+                "on a GPU machine (EGMLA_EXTRAS=dev,te)"
+            )
+    if 0 < gpus < ranks:
+        raise UserError(
+            f"ranks of this machine: got {ranks}, allowed up to {gpus}, one for each GPU; start fewer "
+            "(EGMLA_NPROC, --nproc-per-node)"
+        )

@@ -1,0 +1,129 @@
+"""The quickstart checks its command line, its layout and its folder before it replaces a former run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from egmla_megatron.errors import UserError
+from egmla_megatron.quickstart import __main__ as quickstart
+
+
+@pytest.fixture
+def former(tmp_path: Path) -> Path:
+    """A former quickstart's folder, with a run in it."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "precious").touch()
+    (tmp_path / quickstart.MARKER).write_text("{}")
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EGMLA_NPROC", "2")
+
+
+def start(monkeypatch: pytest.MonkeyPatch, out: Path | str, *overrides: str) -> list[list[str]]:
+    """Runs `main` up to the work itself; returns the overrides that reached it."""
+    reached: list[list[str]] = []
+
+    class Reached(Exception):
+        pass
+
+    def work(out: Path, extra: list[str]) -> None:
+        reached.append(extra)
+        raise Reached
+
+    monkeypatch.setattr(sys, "argv", ["quickstart", "--out", str(out), *overrides])
+    monkeypatch.setattr(quickstart, "_result", work)
+    with pytest.raises(Reached):
+        quickstart.main()
+    return reached
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "message"),
+    [
+        (["train.stepz=3"], "2", "unknown key in section train"),
+        (["train.steps=many"], "2", "train.steps: got 'many'"),
+        (["train.steps=5"], "2", "optimizer.warmup_steps"),
+        (["parallel.tensor=3"], "2", "number of ranks is no multiple"),
+        (["train.global_batch_size=3"], "2", "train.global_batch_size"),
+        (["run.dir=elsewhere"], "2", "run.dir: got 'run.dir=elsewhere', but the quickstart makes its own"),
+        (["data.train=[mine]"], "2", "choose the folder with --out"),
+        ([], "abc", "EGMLA_NPROC: got abc, allowed a whole number from 1"),
+        ([], "0", "EGMLA_NPROC: got 0, allowed a whole number from 1"),
+        ([], "3", "train.global_batch_size"),
+        (["--nonsense"], "2", "command line: unrecognized arguments: --nonsense"),
+    ],
+)
+def test_a_mistake_leaves_the_former_run_alone(
+    former: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], ranks: str, message: str
+) -> None:
+    monkeypatch.setenv("EGMLA_NPROC", ranks)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["quickstart", "--out", str(former), *overrides])
+    with pytest.raises(UserError) as caught:
+        quickstart.main()
+    assert message in str(caught.value)
+    assert (former / "run" / "precious").exists()
+    assert (former / quickstart.MARKER).read_text() == "{}"
+
+
+def test_without_a_mistake_the_former_run_is_replaced(
+    former: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert start(monkeypatch, former, "train.steps=50") == [["train.steps=50"]]
+    assert not (former / "run").exists()
+    assert "replacing the run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        ("", "--out: got '', allowed the path of a folder"),
+        ("/", "--out: got /, the root of the file system"),
+        ("/proc/x", "--out: got /proc/x, which cannot be written"),
+        ("{tmp}/file", "is a file; choose another folder"),
+        ("{tmp}/file/below", "is a file; choose another folder"),
+        ("{tmp}", "is not a former quickstart's folder"),
+    ],
+)
+def test_a_folder_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str, message: str) -> None:
+    (tmp_path / "file").write_text("precious")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["quickstart", "--out", out.format(tmp=tmp_path)])
+    with pytest.raises(UserError) as caught:
+        quickstart.main()
+    assert message in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "wanted", "ranks", "gate_group"),
+    [(0, "", 2, 2), (0, "1", 1, 1), (0, "4", 4, 4), (1, "", 1, 1), (3, "", 2, 2), (8, "", 4, 4), (8, "8", 8, 8)],
+)
+def test_layout(monkeypatch: pytest.MonkeyPatch, gpus: int, wanted: str, ranks: int, gate_group: int) -> None:
+    monkeypatch.setenv("EGMLA_NPROC", wanted)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpus > 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    found, overrides = quickstart._layout()
+    assert found == ranks
+    assert f"parallel.gate_group={gate_group}" in overrides
+    assert ("run.deterministic=true" in overrides) is (gpus > 0)
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(UserError, match="EGMLA_NPROC: got 2, allowed a whole number from 1 to 1"):
+        quickstart._layout()
+
+
+def test_the_table_has_the_columns_that_the_layout_counts_on() -> None:
+    from egmla_megatron.config.load import load_config
+
+    assert load_config(quickstart.CONFIG).model.kv_emb_dim == quickstart.TABLE_COLUMNS

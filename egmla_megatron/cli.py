@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Callable
@@ -9,10 +10,17 @@ from typing import NoReturn
 
 from egmla_megatron.errors import UserError
 
-__all__ = ["run_main"]
+__all__ = ["CommandParser", "run_main"]
 
 _USER_MISTAKE = 2
 _INTERRUPTED = 130
+
+
+class CommandParser(argparse.ArgumentParser):
+    """An argument parser whose complaints are mistakes of the user like any other: one line, exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"command line: {message}; see --help")
 
 
 def run_main(main: Callable[[], int | None]) -> NoReturn:

@@ -100,9 +100,7 @@ class Encoder:
         if self.append_eos != "always" and np.array_equal(wanted_R, lengths_R):
             return tokens_T, lengths_R, bare_R
         kept_R = np.where(bare_R > 0, base_R, 0)
-        out_T = np.full(int(wanted_R.sum()), eos, tokens_T.dtype)
-        out_T[_prefix_mask(wanted_R, kept_R)] = tokens_T[_prefix_mask(lengths_R, kept_R)]
-        return out_T, wanted_R, bare_R
+        return _refit(tokens_T, lengths_R, kept_R, wanted_R, eos), wanted_R, bare_R
 
 
 def _without_trailing(tokens_T: np.ndarray, lengths_R: np.ndarray, eos: int) -> np.ndarray:
@@ -117,14 +115,22 @@ def _without_trailing(tokens_T: np.ndarray, lengths_R: np.ndarray, eos: int) -> 
     return bare_R
 
 
-def _prefix_mask(lengths_R: np.ndarray, kept_R: np.ndarray) -> np.ndarray:
-    """True for the first kept_R[r] of the lengths_R[r] tokens of every row."""
-    mask_T = np.zeros(int(lengths_R.sum()) + 1, np.int8)
-    starts_R = np.cumsum(lengths_R) - lengths_R
-    some = kept_R > 0
-    np.add.at(mask_T, starts_R[some], 1)
-    np.add.at(mask_T, (starts_R + kept_R)[some], -1)
-    return np.cumsum(mask_T[:-1], dtype=np.int8).view(bool)
+def _refit(
+    tokens_T: np.ndarray, lengths_R: np.ndarray, kept_R: np.ndarray, wanted_R: np.ndarray, eos: int
+) -> np.ndarray:
+    """The first kept_R[r] tokens of every row, and `eos` behind them where wanted_R[r] is one more.
+
+    Copies row by row: rows are hundreds of tokens long, and a copy costs less than masks over all tokens.
+    """
+    itemsize = tokens_T.dtype.itemsize
+    targets_R = np.cumsum(wanted_R) - wanted_R
+    out_T = np.empty(int(wanted_R.sum()), tokens_T.dtype)
+    source, target = memoryview(tokens_T).cast("B"), memoryview(out_T).cast("B")
+    columns = ((np.cumsum(lengths_R) - lengths_R) * itemsize, targets_R * itemsize, kept_R * itemsize)
+    for start, goal, size in zip(*(column.tolist() for column in columns), strict=True):
+        target[goal : goal + size] = source[start : start + size]
+    out_T[(targets_R + kept_R)[wanted_R > kept_R]] = eos
+    return out_T
 
 
 def _hashes(tokens_T: np.ndarray, lengths_D: np.ndarray, bare_D: np.ndarray) -> np.ndarray:

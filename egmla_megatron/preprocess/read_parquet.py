@@ -16,7 +16,7 @@ from egmla_megatron.preprocess.rows import NO_CLUSTER, Ledger, Place, TextRows, 
 
 __all__ = ["column_type", "inspect", "read_groups", "rows_of"]
 
-_BATCH_BYTES = 8 << 20  # of decoded values at a time: stays within the CPU's last cache level
+_BATCH_BYTES = 16 << 20  # of decoded values at a time: stays within the CPU's last cache level
 _ARROW_ERRORS = (pa.ArrowException, OSError)
 
 

@@ -52,12 +52,14 @@ def preprocess(options: Options) -> None:
             return
         _prepare(plan, options, folder)
         with _locked(folder / f"task{options.shard}-of-{options.shards}.lock", wait=False):
+            started = time.perf_counter()
             _convert(plan, options, folder)
+            converted = time.perf_counter() - started
         missing = _unfinished(plan, range(len(plan.parts)), folder)
         if missing:
             print(f"{len(missing)} of {len(plan.parts)} parts are left to other tasks; the last one merges")
             return
-        _merge(plan, options, folder, skipped)
+        _merge(plan, options, folder, skipped, converted)
 
 
 def _manifest(prefix: Path) -> dict[str, Any] | None:
@@ -157,9 +159,11 @@ def _convert(plan: Plan, options: Options, folder: Path) -> None:
         bar.refresh()
 
 
-def _merge(plan: Plan, options: Options, folder: Path, skipped: list[str]) -> None:
+def _merge(plan: Plan, options: Options, folder: Path, skipped: list[str], converted: float) -> None:
+    """converted: seconds that this run spent on parts, for the summary."""
     from tqdm import tqdm
 
+    started = time.perf_counter()
     with _locked(folder / "merge.lock", wait=True):
         if not (folder / _PLAN).exists() and _is_complete(plan, options):
             print(f"{options.output}: another task has merged it")
@@ -168,4 +172,5 @@ def _merge(plan: Plan, options: Options, folder: Path, skipped: list[str]) -> No
         with tqdm(total=total, unit="B", unit_scale=True, disable=None, desc="merging", file=sys.stderr) as bar:
             manifest = merge_parts(plan, options, folder, skipped, bar.update)
         shutil.rmtree(folder)
-    print(describe_result(manifest, options, _manifest(prefix_of(options.output, "val"))))
+    seconds = {"parts": converted, "merging": time.perf_counter() - started}
+    print(describe_result(manifest, options, _manifest(prefix_of(options.output, "val")), seconds))

@@ -16,7 +16,7 @@ from egmla_megatron.preprocess.rows import NO_CLUSTER, Ledger, Place, TextRows, 
 
 __all__ = ["column_type", "inspect", "read_groups", "rows_of"]
 
-_BATCH_BYTES = 16 << 20  # of decoded values at a time: stays within the CPU's last cache level
+_BATCH_BYTES = 4 << 20  # of decoded values at a time: memory that is used again instead of asked for anew
 _ARROW_ERRORS = (pa.ArrowException, OSError)
 
 
@@ -84,17 +84,13 @@ def _placer(prefix: str, first: int) -> Place:
 
 def rows_of(array: Any, clusters: Any, kind: Kind, ledger: Ledger, place: Place) -> Iterator[TokenRows | TextRows]:
     """One Arrow column as rows: nulls are counted and left out."""
-    if clusters is None:
-        clusters_R = np.full(len(array), NO_CLUSTER, np.int64)
-    else:
-        clusters_R = clusters.cast(pa.int64()).fill_null(NO_CLUSTER).to_numpy(zero_copy_only=False)
+    clusters_R = _clusters(clusters, len(array))
     ledger.counts["rows"] += len(array)
     kept = np.arange(len(array))
     if array.null_count:
-        valid = array.is_valid()
         ledger.counts["null"] += array.null_count
-        kept = np.flatnonzero(valid.to_numpy(zero_copy_only=False))
-        array, clusters_R = array.filter(valid), clusters_R[kept]
+        kept = np.flatnonzero(_valid(array))
+        array, clusters_R = array.filter(array.is_valid()), clusters_R[kept]
 
     def original(row: int) -> str:
         return place(int(kept[row]))
@@ -105,21 +101,45 @@ def rows_of(array: Any, clusters: Any, kind: Kind, ledger: Ledger, place: Place)
         yield _text_rows(array, clusters_R, ledger, original)
 
 
+def _clusters(array: Any, count: int) -> np.ndarray:
+    """Cluster ids as int64, NO_CLUSTER for nulls."""
+    if array is None:
+        return np.full(count, NO_CLUSTER, np.int64)
+    return np.where(_valid(array), _numbers(array), NO_CLUSTER).astype(np.int64)
+
+
+# Arrow's own to_numpy imports pandas, which costs every worker a second or more and 100 MB.
+
+
+def _numbers(array: Any) -> np.ndarray:
+    """An Arrow array of integers as it lies in memory, without a copy; anything where it is null."""
+    values = np.frombuffer(array.buffers()[1] or b"", str(array.type))
+    return values[array.offset : array.offset + len(array)]
+
+
+def _valid(array: Any) -> np.ndarray:
+    """True where an Arrow array is not null."""
+    bits = array.buffers()[0]
+    if bits is None:
+        return np.ones(len(array), bool)
+    unpacked = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little")
+    return unpacked[array.offset : array.offset + len(array)].view(bool)
+
+
 def _token_rows(array: Any, clusters_R: np.ndarray, ledger: Ledger, place: Place) -> TokenRows:
     values = array.flatten()
-    lengths_R = pc.list_value_length(array).cast(pa.int64()).to_numpy()
+    lengths_R = _numbers(pc.list_value_length(array)).astype(np.int64)
     if values.null_count:
-        nulls_T = values.is_null().to_numpy(zero_copy_only=False)
         ends = np.cumsum(lengths_R)
-        bad_R = np.unique(np.searchsorted(ends, np.flatnonzero(nulls_T), side="right"))
+        bad_R = np.unique(np.searchsorted(ends, np.flatnonzero(~_valid(values)), side="right"))
         for row in bad_R.tolist():
             ledger.fault(place(row), "got a null among its ids, expected whole numbers")
         keep_R = np.ones(len(lengths_R), bool)
         keep_R[bad_R] = False
         kept = np.flatnonzero(keep_R)
-        good = values.filter(pa.array(np.repeat(keep_R, lengths_R)))
-        return TokenRows(good.to_numpy(), lengths_R[kept], clusters_R[kept], lambda row: place(int(kept[row])))
-    return TokenRows(values.to_numpy(zero_copy_only=True), lengths_R, clusters_R, place)
+        good_T = _numbers(values)[np.repeat(keep_R, lengths_R)]
+        return TokenRows(good_T, lengths_R[kept], clusters_R[kept], lambda row: place(int(kept[row])))
+    return TokenRows(_numbers(values), lengths_R, clusters_R, place)
 
 
 def _text_rows(array: Any, clusters_R: np.ndarray, ledger: Ledger, place: Place) -> TextRows:

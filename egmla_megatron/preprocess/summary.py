@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from egmla_megatron.preprocess.options import Options
@@ -38,8 +38,10 @@ def describe_inputs(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def describe_result(manifest: dict[str, Any], options: Options, valid: dict[str, Any] | None) -> str:
-    """The summary table."""
+def describe_result(
+    manifest: dict[str, Any], options: Options, valid: dict[str, Any] | None, seconds: Mapping[str, float]
+) -> str:
+    """The summary table. valid: manifest of the validation data. seconds: time of each phase of this run."""
     counts: Counter[str] = Counter()
     for entry in manifest["inputs"]:
         counts.update({key: value for key, value in entry.items() if isinstance(value, int)})
@@ -57,6 +59,7 @@ def describe_result(manifest: dict[str, Any], options: Options, valid: dict[str,
         "dropped rows": f"{dropped} of {counts['rows']:,}; {manifest['unreadable_inputs']} unreadable files",
         "duplicates dropped": f"{facts['duplicates_dropped']:,}" if options.dedupe else "not looked for (--dedupe)",
     }
+    table["time"] = ", ".join(f"{phase} {spent:.2f} s" for phase, spent in seconds.items())
     if endings:
         table["end of document in inputs"] = ", ".join(f"{kind} in {n:,} files" for kind, n in sorted(endings.items()))
     if counts["inner_eos"]:

@@ -17,7 +17,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from egmla_megatron.cli import CommandParser, run_main
-from egmla_megatron.preprocess.bench import Bench, Peers, hardware
+from egmla_megatron.preprocess.bench import Bench, Peers
+from egmla_megatron.preprocess.measure import hardware
 
 
 def main() -> None:

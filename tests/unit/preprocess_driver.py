@@ -24,8 +24,14 @@ def workers() -> list[psutil.Process]:
     return [child for child in psutil.Process().children() if "spawn_main" in " ".join(child.cmdline())]
 
 
+struck: list[str] = []
+
+
 def strike(what: str, out: str) -> None:
-    """Hits this run: itself (its workers' ids go to OUT.workers), or one of its workers."""
+    """Hits this run once: itself (its workers' ids go to OUT.workers), or one of its workers."""
+    if struck:
+        return
+    struck.append(what)
     if what == "kill with workers":
         Path(f"{out}.workers").write_text(" ".join(str(worker.pid) for worker in workers()))
     if what in ("kill", "kill while merging", "kill with workers"):

@@ -76,7 +76,7 @@ def ended(rows: Sequence[Sequence[int]]) -> list[list[int]]:
 
 @contextmanager
 def parts_of(size: int) -> Iterator[None]:
-    """Parts of about `size` input bytes instead of 64 MiB."""
+    """Parts of about `size` input bytes instead of 8 MiB."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "_MIN_PART", size)
         yield

@@ -18,7 +18,7 @@ from egmla_megatron.preprocess.vocabulary import Vocabulary
 
 __all__ = ["Part", "Plan", "Slice", "make_plan"]
 
-_MIN_PART = 64 << 20  # input bytes: a part takes seconds
+_MIN_PART = 8 << 20  # input bytes: a part of text takes about a second
 _MOST_PARTS = 2000  # and a folder stays listable
 
 

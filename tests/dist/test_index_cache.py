@@ -13,27 +13,19 @@ pytestmark = pytest.mark.dist
 
 
 @pytest.mark.slow
-def test_shared_and_node_local_caches_give_the_same_samples(tmp_path: Path) -> None:
+def test_jobs_that_start_together_and_nodes_with_disks_of_their_own(tmp_path: Path) -> None:
+    """Two jobs of two ranks at the same time on one cache, then one whose ranks see different disks."""
     config, _ = write_run(tmp_path, "run")
-    found = {}
-    for nodes in ("shared", "own"):
-        folder = tmp_path / nodes
-        job = start_worker(2, "cache_worker.py", folder, str(config), nodes)
-        found[nodes] = results(job, folder, 2)
-    ranks = [*found["shared"], *found["own"]]
-    assert all(rank["train"] == ranks[0]["train"] and rank["valid"] == ranks[0]["valid"] for rank in ranks)
-    assert len(ranks[0]["train"]) > 20
-    assert all(len(rank["files"]) == 6 and not rank["unfinished"] for rank in ranks)  # 3 files for each split
-
-
-@pytest.mark.slow
-def test_two_jobs_that_start_together(tmp_path: Path) -> None:
-    config, _ = write_run(tmp_path, "run")
-    folders = [tmp_path / "a", tmp_path / "b"]
     (tmp_path / "cache").mkdir()
-    for folder in folders:
+    folders = [tmp_path / "a", tmp_path / "b", tmp_path / "c"]
+    for folder in folders[:2]:
         folder.mkdir()
         (folder / "cache").symlink_to(tmp_path / "cache")
-    jobs = [start_worker(2, "cache_worker.py", folder, str(config), "shared") for folder in folders]
-    one, two = (results(job, folder, 2) for job, folder in zip(jobs, folders, strict=True))
-    assert one[0]["train"] == two[1]["train"] and one[0]["files"] == two[1]["files"] and len(one[0]["files"]) == 6
+    jobs = [start_worker(2, "cache_worker.py", folder, str(config), "shared") for folder in folders[:2]]
+    ranks = [rank for job, folder in zip(jobs, folders, strict=False) for rank in results(job, folder, 2)]
+    assert ranks[0]["files"] == ranks[3]["files"]
+    ranks += results(start_worker(2, "cache_worker.py", folders[2], str(config), "own"), folders[2], 2)
+    assert all(rank["train"] == ranks[0]["train"] and rank["valid"] == ranks[0]["valid"] for rank in ranks)
+    assert len(ranks) == 6 and len(ranks[0]["train"]) > 20
+    assert all(len(rank["files"]) == 6 for rank in ranks)  # 3 for each split
+    assert not ranks[4]["unfinished"] and not [p for p in (tmp_path / "cache").iterdir() if p.name.startswith(".")]

@@ -1,6 +1,6 @@
 """Checks indexed data sets: index, sizes and manifest; with --full every token and the checksums.
 
-    python tools/verify_data.py PREFIX [PREFIX ...] [--full] [--vocab-size N]
+    python tools/verify_data.py PREFIX [PREFIX ...] [--full | --sample] [--vocab-size N]
 
 Exit code 2 and one line that names file, fault and cure when something is wrong.
 """
@@ -20,12 +20,14 @@ from egmla_megatron.data.verify import verify_prefix
 def main() -> None:
     parser = CommandParser(description="Check PREFIX.bin, PREFIX.idx and PREFIX.json.")
     parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="path without .bin")
-    parser.add_argument("--full", action="store_true", help="read every token and compare checksums")
+    depth = parser.add_mutually_exclusive_group()
+    depth.add_argument("--full", action="store_true", help="read every token and compare checksums")
+    depth.add_argument("--sample", action="store_true", help="read 64 evenly spaced blocks of a million tokens")
     parser.add_argument("--vocab-size", type=int, help="ids must be below this (default: the manifest's)")
     arguments = parser.parse_args()
     for prefix in arguments.prefixes:
         refuse_suffix(prefix, "PREFIX")
-        info = verify_prefix(prefix, vocab_size=arguments.vocab_size, full=arguments.full)
+        info = verify_prefix(prefix, vocab_size=arguments.vocab_size, full=arguments.full, sample=arguments.sample)
         known = "with manifest" if info.manifest else "no manifest"
         print(f"{prefix}: ok, {info.tokens:,} tokens, {info.documents:,} documents, {info.dtype}, {known}")
 

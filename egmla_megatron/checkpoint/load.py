@@ -34,6 +34,16 @@ from egmla_megatron.train.optimizer import adopt_hyperparameters, loading_states
 
 __all__ = ["load_checkpoint", "load_weights", "read_full_weights"]
 
+READ_ERRORS: tuple[type[BaseException], ...] = (
+    CheckpointException,
+    CheckpointingException,
+    OSError,
+    RuntimeError,
+    EOFError,
+    KeyError,
+    ValueError,
+)
+
 
 def load_checkpoint(
     cfg: RunConfig, world: World, built: BuiltModel, optimizer: Any, path: Path, data_fingerprint: str
@@ -66,7 +76,7 @@ def load_checkpoint(
 def _read(state: dict[str, Any], path: Path) -> Any:
     try:
         return dist_checkpointing.load(state, str(path))
-    except (CheckpointException, CheckpointingException, OSError, RuntimeError, EOFError, KeyError, ValueError) as error:
+    except READ_ERRORS as error:
         if isinstance(error, torch.OutOfMemoryError | dist.DistError):
             raise
         reason = " ".join(str(error).split())[-300:]

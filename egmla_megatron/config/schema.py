@@ -73,11 +73,13 @@ class DataConfig:
     """Training text as megatron-core indexed datasets (PREFIX.bin and PREFIX.idx)."""
 
     train: tuple[str, ...] = ()  # prefixes, or weight, prefix, weight, prefix, ...
-    valid: tuple[str, ...] = ()  # prefixes without weights: each counts by its size; empty: no evaluation
+    valid: tuple[str, ...] = ()  # same form; empty: no evaluation
     tokenizer: str = ""  # folder with Hugging Face tokenizer files, or a sentencepiece .model; goes into the export
-    cache_dir: str = ""  # sample index caches; empty: RUN_DIR/data_cache
+    cache_dir: str = ""  # sample index caches, on a shared or a node's own disk; empty: RUN_DIR/data_cache
     num_workers: int = 2  # loader processes per rank, 0: in the trainer
-    eod_mask_loss: bool = False  # do not learn the end-of-document token
+    eod_mask_loss: bool = False  # no loss at the end-of-document token, that is for the first token of a document
+    reset_position_ids: bool = False  # positions count from each document's start; only for learned positions (mha)
+    reset_attention_mask: bool = False  # attention within documents only; refused, no attention kernel here honours it
     eod_id: int = -1  # end-of-document id; -1: taken from the manifest PREFIX.json beside the data
 
 

@@ -26,26 +26,31 @@ class Batch:
 
 
 class _Samples(torch.utils.data.Dataset):
-    """Keeps only the three tensors a batch needs of a megatron-core sample."""
+    """Keeps only the tensors that a batch needs of a megatron-core sample."""
 
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
+    def __init__(self, dataset: Any, names: tuple[str, ...]) -> None:
+        self.dataset, self.names = dataset, names
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         sample = self.dataset[index]
-        return {name: sample[name] for name in ("tokens", "labels", "loss_mask")}
+        return {name: sample[name] for name in self.names}
 
 
 def batch_iterator(
     dataset: Any, indices: Iterable[list[int]], device: torch.device, *, num_workers: int
 ) -> Iterator[Batch]:
-    """Yields the micro-batches that `indices` names. On a GPU the copy runs beside steps that are queued."""
+    """Yields the micro-batches that `indices` names. On a GPU the copy runs beside steps that are queued.
+
+    dataset: megatron-core's; its config says whether positions count from the start of each document.
+    """
     cuda = device.type == "cuda"
+    own_positions: bool = dataset.config.reset_position_ids
+    names = ("tokens", "labels", "loss_mask", *(["position_ids"] if own_positions else []))
     loader: DataLoader[Any] = DataLoader(
-        _Samples(dataset),
+        _Samples(dataset, names),
         batch_sampler=indices,
         num_workers=num_workers,
         pin_memory=cuda,
@@ -56,9 +61,10 @@ def batch_iterator(
         samples = iter(loader)
     positions_S: Tensor | None = None
     for sample in samples:
-        tokens, labels, mask = (
-            sample[name].to(device, non_blocking=True) for name in ("tokens", "labels", "loss_mask")
-        )
+        tokens, labels, mask, *positions = (sample[name].to(device, non_blocking=True) for name in names)
+        if own_positions:
+            yield Batch(tokens, labels, mask.float(), positions[0])
+            continue
         if positions_S is None:
             positions_S = torch.arange(tokens.shape[1], device=device)
         yield Batch(tokens, labels, mask.float(), positions_S[None].expand(tokens.shape[0], -1))

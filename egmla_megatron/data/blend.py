@@ -64,13 +64,8 @@ def check_blends(cfg: RunConfig) -> None:
         prefixes, weights = parse_blend(entries, key)
         for prefix in prefixes:
             refuse_suffix(prefix, key)
-        if weights is None:
+        if weights is None or key == "data.valid":
             continue
-        if key == "data.valid":
-            raise UserError(
-                f"data.valid: got weights {weights}, allowed prefixes alone: an evaluation reads every validation set "
-                "in proportion to its size; drop the weights"
-            )
         samples = cfg.total_steps * cfg.train.global_batch_size
         if samples > _MOST_SAMPLES:
             raise UserError(

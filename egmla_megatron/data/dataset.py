@@ -14,12 +14,14 @@ from typing import Any
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
+from egmla_megatron.config.load import dump_yaml
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.data.blend import parse_blend, resolve_eod
+from egmla_megatron.data.index_cache import cache_key, helper_command, index_folder
 from egmla_megatron.data.tokenizer import TokenIds
 from egmla_megatron.errors import UserError
 
-__all__ = ["Datasets", "build_datasets", "epoch_index", "micro_batch_indices"]
+__all__ = ["Datasets", "build_datasets", "build_split", "epoch_index", "micro_batch_indices"]
 
 
 @dataclass(frozen=True)
@@ -31,50 +33,82 @@ class Datasets:
     fingerprint: str  # changes when the samples or their order would; checkpoints carry it
 
 
-def _dataset_config(cfg: RunConfig, split: int, entries: Sequence[str], eod: int, weighted: bool) -> GPTDatasetConfig:
-    key = ("data.train", "data.valid")[split]
-    prefixes, weights = parse_blend(entries, key)
+_KEYS = ("data.train", "data.valid")
+
+
+def _dataset_config(cfg: RunConfig, split: int, eod: int, cache: Path) -> GPTDatasetConfig:
     blends: list[Any] = [None, None, None]
-    blends[split] = (prefixes, weights if weighted else None)
+    blends[split] = parse_blend(_entries(cfg, split), _KEYS[split])
     return GPTDatasetConfig(
         random_seed=cfg.run.seed,
         sequence_length=cfg.train.seq_length,
         blend_per_split=blends,
-        path_to_cache=cfg.data.cache_dir or str(Path(cfg.run.dir) / "data_cache"),
+        path_to_cache=str(cache),
         tokenizer=TokenIds(eod, cfg.model.vocab_size),
-        reset_position_ids=False,
-        reset_attention_mask=False,
+        reset_position_ids=cfg.data.reset_position_ids,
+        reset_attention_mask=False,  # check_document_options: the model could not honour it
         eod_mask_loss=cfg.data.eod_mask_loss,
         create_attention_mask=False,
     )
 
 
-def _build(cfg: RunConfig, split: int, entries: Sequence[str], eod: int, samples: int | None) -> Any:
-    config = _dataset_config(cfg, split, entries, eod, weighted=samples is not None)
+def _entries(cfg: RunConfig, split: int) -> Sequence[str]:
+    return (cfg.data.train, cfg.data.valid)[split]
+
+
+def _wanted(cfg: RunConfig, split: int) -> int | None:
+    """Samples to draw: with weights those of the whole run or of one evaluation, else every sample once (None)."""
+    _, weights = parse_blend(_entries(cfg, split), _KEYS[split])
+    if weights is None:
+        return None
+    return (cfg.total_steps, cfg.train.eval_batches)[split] * cfg.train.global_batch_size
+
+
+def build_split(cfg: RunConfig, split: int, cache: Path) -> Any:
+    """The dataset of a split (0 train, 1 validation), its indices read from or written to the folder `cache`.
+
+    Raises:
+        UserError: less than one sample.
+    """
+    config = _dataset_config(cfg, split, resolve_eod(cfg), cache)
     sizes: list[int | None] = [0, 0, 0]
-    sizes[split] = samples
-    built = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
-    dataset = built[split]
+    sizes[split] = _wanted(cfg, split)
+    dataset = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[split]
     if dataset is None or len(dataset) == 0:
         raise UserError(
-            f"{('data.train', 'data.valid')[split]}: got {list(entries)} with less than one sample of "
+            f"{_KEYS[split]}: got {list(_entries(cfg, split))} with less than one sample of "
             f"{cfg.train.seq_length} tokens; use more data or a smaller train.seq_length"
         )
     return dataset
+
+
+def _build(cfg: RunConfig, split: int) -> Any:
+    """The same through the index cache; called by every rank."""
+    prefixes, weights = parse_blend(_entries(cfg, split), _KEYS[split])
+    facts = [weights, split, _wanted(cfg, split), cfg.run.seed, cfg.train.seq_length, resolve_eod(cfg)]
+    base = Path(cfg.data.cache_dir or Path(cfg.run.dir) / "data_cache")
+
+    def alone(folder: Path) -> list[str]:
+        return helper_command("egmla_megatron.data.build_indices", dump_yaml(cfg), str(split), str(folder))
+
+    with index_folder(base, cache_key(prefixes, [*facts, cfg.model.vocab_size]), alone) as folder:
+        return build_split(cfg, split, folder)
 
 
 def build_datasets(cfg: RunConfig) -> Datasets:
     """Build both splits; megatron-core caches the sample indices, rank 0 first. Called by every rank.
 
     Without weights a dataset holds every sample of one epoch once, and `epoch_index` orders further epochs,
-    so extending a run keeps its order. With weights megatron-core draws exactly the run's samples.
+    so extending a run keeps its order. With weights megatron-core draws exactly the run's samples (validation: those of
+    one evaluation).
+
+    Raises:
+        UserError: too little data, a cache that cannot be written.
     """
-    eod = resolve_eod(cfg)
-    _, weights = parse_blend(cfg.data.train, "data.train")
-    wanted = cfg.total_steps * cfg.train.global_batch_size if weights else None
-    train = _build(cfg, 0, cfg.data.train, eod, wanted)
-    valid = _build(cfg, 1, cfg.data.valid, eod, None) if cfg.data.valid else None
-    facts = [list(map(_stem, cfg.data.train)), cfg.train.seq_length, cfg.run.seed, len(train), wanted, eod]
+    train = _build(cfg, 0)
+    valid = _build(cfg, 1) if cfg.data.valid else None
+    names = list(map(_stem, cfg.data.train))
+    facts = [names, cfg.train.seq_length, cfg.run.seed, len(train), _wanted(cfg, 0), resolve_eod(cfg)]
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     return Datasets(train, valid, digest)
 

@@ -18,7 +18,7 @@ from egmla_megatron.data.tokenizer import Tokenizer
 from egmla_megatron.data.verify import MANIFEST_FORMAT, DatasetInfo, sha256_of, verify_prefix
 from egmla_megatron.errors import UserError
 
-__all__ = ["DatasetInfo", "verify_prefix", "write_texts", "write_tokens"]
+__all__ = ["DatasetInfo", "move_into_place", "verify_prefix", "write_texts", "write_tokens"]
 
 _UINT16_VOCAB = 65500  # megatron-core's own threshold between uint16 and int32
 
@@ -100,7 +100,7 @@ def write_tokens(
             "bytes": {suffix: partial[suffix].stat().st_size for suffix in ("bin", "idx")},
         }
         partial["json"].write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-        _move_into_place(str(prefix), partial)
+        move_into_place(str(prefix), partial)
     finally:
         for path in partial.values():
             path.unlink(missing_ok=True)
@@ -119,8 +119,11 @@ def _checked_ids(document: Sequence[int] | np.ndarray, number: int, vocab_size: 
     return ids
 
 
-def _move_into_place(prefix: str, partial: dict[str, Path]) -> None:
-    """Old manifest and index go first, so that no moment shows a new .bin under an old index."""
+def move_into_place(prefix: str, partial: dict[str, Path]) -> None:
+    """Renames partial[bin, idx, json] to PREFIX.*.
+
+    Old manifest and index go first, so that no moment shows a new .bin under an old index.
+    """
     for suffix in ("json", "idx"):
         Path(f"{prefix}.{suffix}").unlink(missing_ok=True)
     for suffix in ("bin", "idx", "json"):

@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from egmla_megatron.data.gpt2 import END_OF_TEXT, find_gpt2_files, load_gpt2_files, ranks_digest
 from egmla_megatron.errors import UserError
 
 __all__ = ["GPT2", "TokenIds", "Tokenizer", "load_tokenizer"]
 
 GPT2 = "gpt2"
-_GPT2_EOD = "<|endoftext|>"
 _NO_PAD = -1  # megatron-core's mark for: nothing in the data is padding
 _CHUNK_CHARS = 50_000  # sentencepiece adds scores in fp32: short pieces of text keep the sums exact
 
@@ -56,6 +58,7 @@ class Tokenizer:
         vocab_size: int,
         encode: Callable[[str], list[int]],
         decode: Callable[[Sequence[int]], str],
+        encode_array: Callable[[str], np.ndarray] | None = None,
     ) -> None:
         self.kind = kind  # sentencepiece, huggingface or gpt2
         self.name = name  # path or name that it was loaded from
@@ -65,10 +68,17 @@ class Tokenizer:
         self.pad = _NO_PAD
         self._encode = encode
         self._decode = decode
+        self._encode_array = encode_array
 
     def encode(self, text: str) -> list[int]:
         """Ids of the text, without special tokens; text that looks like a special token is text."""
         return self._encode(text)
+
+    def encode_array(self, text: str) -> np.ndarray:
+        """The same ids as a row of integers, without a Python list in between where the tokenizer can."""
+        if self._encode_array is not None:
+            return self._encode_array(text)
+        return np.asarray(self._encode(text), dtype=np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids; special tokens give nothing."""
@@ -86,7 +96,7 @@ class Tokenizer:
 
 
 def load_tokenizer(source: str | Path) -> Tokenizer:
-    """A folder with Hugging Face tokenizer files, a sentencepiece .model file, or the word gpt2."""
+    """A folder with the files of a Hugging Face or GPT-2 tokenizer, a sentencepiece .model file, or the word gpt2."""
     path = Path(source)
     if path.is_dir():
         return _load_folder(path)
@@ -141,10 +151,12 @@ def _line_chunks(text: str) -> list[str]:
 
 
 def _load_folder(path: Path) -> Tokenizer:
-    from transformers import AutoTokenizer
-
+    if pair := find_gpt2_files(path):
+        return _gpt2_tokenizer(load_gpt2_files(*pair), str(path))
     if not (path / "tokenizer_config.json").is_file():
         raise UserError(f"tokenizer: {path} has no tokenizer_config.json; give the folder of a complete tokenizer")
+    from transformers import AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(str(path))
     if tokenizer.eos_token_id is None:
         raise UserError(f"tokenizer: {path} has no end-of-document token; set eos_token in its tokenizer_config.json")
@@ -173,12 +185,17 @@ def _load_gpt2() -> Tokenizer:
             "tokenizer: gpt2 is not in tiktoken's cache and cannot be downloaded; "
             "give a folder with the GPT-2 tokenizer's files, or set TIKTOKEN_CACHE_DIR"
         ) from error
+    return _gpt2_tokenizer(encoding, GPT2)
+
+
+def _gpt2_tokenizer(encoding: Any, name: str) -> Tokenizer:
     return Tokenizer(
         kind=GPT2,
-        name=GPT2,
-        sha256=hashlib.sha256(repr(sorted(encoding._mergeable_ranks.items())).encode()).hexdigest(),
-        eod=encoding.encode_single_token(_GPT2_EOD),
+        name=name,
+        sha256=ranks_digest(encoding._mergeable_ranks),
+        eod=encoding.encode_single_token(END_OF_TEXT),
         vocab_size=encoding.n_vocab,
         encode=lambda text: encoding.encode(text, disallowed_special=()),
         decode=lambda ids: encoding.decode([token for token in ids if token != encoding.eot_token]),
+        encode_array=lambda text: encoding.encode_to_numpy(text, disallowed_special=()),
     )

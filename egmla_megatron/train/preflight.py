@@ -9,6 +9,7 @@ from egmla_megatron.checkpoint.manifest import read_manifest
 from egmla_megatron.config.check import Layout, check_config
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.data.blend import check_blends, parse_blend, resolve_eod
+from egmla_megatron.data.documents import check_document_options
 from egmla_megatron.data.tokenizer import load_tokenizer
 from egmla_megatron.data.verify import verify_prefix
 from egmla_megatron.environment import whole_number
@@ -34,6 +35,7 @@ def check_everything(cfg: RunConfig, world_size: int) -> tuple[Layout, Path | No
     refuse_name("run.dir", cfg.run.dir)
     check_run_dir(cfg)
     check_blends(cfg)
+    check_document_options(cfg)
     if whole_number("LOCAL_RANK", 0, 0) == 0:
         _check_node(cfg)
     checkpoint = choose_checkpoint(cfg)
@@ -60,7 +62,7 @@ def _check_data(cfg: RunConfig) -> None:
     if not cfg.data.train:
         raise UserError(
             "data.train: got nothing, give prefixes of indexed datasets (data.train=[data/mine] for data/mine.bin and "
-            ".idx); egmla_megatron.data.indexed.write_texts makes them from text"
+            ".idx); tools/preprocess_data.py makes them from text or token files"
         )
     for key, entries in (("data.train", cfg.data.train), ("data.valid", cfg.data.valid)):
         for prefix in parse_blend(entries, key)[0]:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from egmla_megatron.data import verify
 from egmla_megatron.data.indexed import verify_prefix, write_texts, write_tokens
 from egmla_megatron.data.tokenizer import Tokenizer
 from egmla_megatron.errors import UserError
@@ -165,6 +166,37 @@ def test_full_check_finds(prefix: Path, damage: Callable[[Path], None], message:
     damage(prefix)
     verify_prefix(prefix)  # the cheap check does not read tokens
     with pytest.raises(UserError, match=message):
+        verify_prefix(prefix, full=True)
+
+
+def test_sample_finds_ids_at_both_ends_and_reads_no_checksums(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "_SAMPLES", 2)
+    monkeypatch.setattr(verify, "_SAMPLE_TOKENS", 2)
+    patched("bin", 2 * 5, struct.pack("<H", 20))(prefix)
+    assert verify_prefix(prefix, sample=True).tokens == 11  # token 5 is in no sample
+    for position in (0, 10):
+        patched("bin", 2 * position, struct.pack("<H", 20))(prefix)
+        with pytest.raises(UserError, match=rf"id of token {position}: got 20, expected 0 to 19"):
+            verify_prefix(prefix, sample=True)
+        patched("bin", 2 * position, struct.pack("<H", 1))(prefix)
+
+
+def test_negative_ids_are_found_with_and_without_a_limit(tmp_path: Path) -> None:
+    write(tmp_path / "data", 70_000)
+    patched("bin", 4 * 3, struct.pack("<i", -2))(tmp_path / "data")
+    with pytest.raises(UserError, match=r"id of token 3: got -2, expected 0 to 69999"):
+        verify_prefix(tmp_path / "data", full=True)
+    removed("json")(tmp_path / "data")
+    for depth in ("full", "sample"):
+        with pytest.raises(UserError, match=r"id of token 3: got -2, expected at least 0"):
+            verify_prefix(tmp_path / "data", **{depth: True})
+
+
+def test_full_check_reads_in_many_chunks(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "_CHUNK", 4)
+    verify_prefix(prefix, full=True)
+    patched("bin", 2 * 7, struct.pack("<H", 21))(prefix)
+    with pytest.raises(UserError, match=r"id of token 7: got 21"):
         verify_prefix(prefix, full=True)
 
 

@@ -116,7 +116,6 @@ MISTAKES: dict[str, tuple[list[str], Callable[[Trial], object] | None, tuple[str
     "large_ids": ([], lambda trial: change_manifest(trial.data.with_suffix(".json")), ("vocab_size", "1000")),
     "suffix": (["data.train=[{data}/train.bin]"], None, ("data.train: got", "drop the suffix: ", "data/train")),
     "suffix_of_an_index": (["data.valid=[{data}/valid.idx]"], None, ("data.valid: got", "drop the suffix: ")),
-    "weights_of_validation": (["data.valid=[1,{data}/valid]"], None, ("data.valid: got weights", "drop the weights")),
     "too_many_samples": (
         ["data.train=[1,{data}/train]", "train.steps=2e9", "run.dir={run}2"],
         None,

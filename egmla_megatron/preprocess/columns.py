@@ -1,0 +1,51 @@
+"""Which column of an input holds what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from egmla_megatron.errors import UserError
+
+__all__ = ["CLUSTER", "Columns", "Kind", "UnreadableError", "choose_column"]
+
+CLUSTER = "cluster_id"  # ClimbMix's name
+Kind = Literal["tokens", "text"]
+
+
+class UnreadableError(Exception):
+    """An input file that cannot be opened at all: cut off or damaged. The message names it."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Names to look for; tokens win where a file has both."""
+
+    tokens: str
+    text: str
+
+
+def choose_column(name: str, types: Mapping[str, str], columns: Columns) -> tuple[Kind, str, str]:
+    """(kind, column, cluster column or "") from {column: "ids" | "text" | what it is instead}.
+
+    Raises:
+        UserError: neither column is there, or it holds something else.
+    """
+    cluster = CLUSTER if CLUSTER in types else ""
+    wanted: tuple[tuple[Kind, str, str, str], ...] = (
+        ("tokens", columns.tokens, "ids", "lists of whole numbers"),
+        ("text", columns.text, "text", "text"),
+    )
+    for kind, column, good, allowed in wanted:
+        if column in types:
+            if types[column] != good:
+                option = f"--{kind}-column"
+                raise UserError(
+                    f"{name}: column {column!r}: got {types[column]}, allowed {allowed}; name another with {option}"
+                )
+            return kind, column, cluster
+    raise UserError(
+        f"{name}: got columns {', '.join(sorted(types)) or 'none'}, expected {columns.tokens!r} or {columns.text!r}; "
+        "name the right one with --tokens-column or --text-column"
+    )

@@ -1,0 +1,67 @@
+"""What a preprocessing run was asked to do."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from egmla_megatron.errors import UserError
+
+__all__ = ["Options", "check_options", "shard_from"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """One run of tools/preprocess_data.py; the tool's --help describes each."""
+
+    inputs: tuple[str, ...]  # files, globs, folders, hub names
+    output: Path  # prefix: OUTPUT.bin, .idx, .json
+    tokenizer: str = "gpt2"  # gpt2, a folder, or a sentencepiece .model
+    tokens_column: str = "tokens"
+    text_column: str = "text"
+    vocab_size: int | None = None  # ids must be below; None: the tokenizer's
+    eos_id: int | None = None  # end-of-document id; None: the tokenizer's
+    append_eos: Literal["auto", "always", "never"] = "auto"
+    shuffle: bool = True  # documents
+    seed: int = 1234
+    validation_fraction: float = 0.0005  # share of documents, by their hash
+    dedupe: bool = False  # drop exact repetitions of documents
+    by_cluster: bool = False  # one data set per cluster_id
+    workers: int = 1  # processes
+    shard: int = 0  # this task's number
+    shards: int = 1  # tasks that share the work and one output folder
+    on_error: Literal["stop", "skip"] = "stop"
+    overwrite: bool = False
+
+
+def shard_from(text: str | None, environment: dict[str, str]) -> tuple[int, int]:
+    """(i, n) of `--shard i/n`, counted from 0; without it of Slurm's SLURM_PROCID and SLURM_NTASKS; else (0, 1)."""
+    if text is None:
+        rank, tasks = environment.get("SLURM_PROCID"), environment.get("SLURM_NTASKS")
+        if rank is None or tasks is None:
+            return 0, 1
+        text = f"{rank}/{tasks}"
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if found is None or int(found[1]) >= int(found[2]):
+        raise UserError(f"--shard: got {text!r}, allowed i/n with i from 0 to n-1; give 0/1 for everything")
+    return int(found[1]), int(found[2])
+
+
+def check_options(options: Options) -> None:
+    """UserError for values that cannot work."""
+    if not 0 <= options.validation_fraction < 1:
+        raise UserError(
+            f"--validation-fraction: got {options.validation_fraction}, allowed 0 up to but not including 1; "
+            "0.0005 is one document in two thousand"
+        )
+    if options.workers < 1:
+        raise UserError(f"--workers: got {options.workers}, allowed at least 1; leave it out for one per CPU")
+    if options.seed < 0:
+        raise UserError(f"--seed: got {options.seed}, allowed 0 and up; choose another")
+    if options.tokens_column == options.text_column:
+        raise UserError(
+            f"--tokens-column and --text-column: got {options.text_column!r} for both, allowed different names; "
+            "a column holds either text or ids"
+        )

@@ -1,0 +1,72 @@
+"""Which ids are allowed, which one ends a document, and the tokenizer they belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from egmla_megatron.data.tokenizer import GPT2, load_tokenizer
+from egmla_megatron.errors import UserError
+from egmla_megatron.preprocess.options import Options
+
+__all__ = ["Vocabulary", "find_vocabulary", "text_encoder"]
+
+_GPT2_SIZE, _GPT2_EOS = 50_257, 50_256  # known without its files: token lists need no more
+_UINT16_SIZE = 65_500  # megatron-core's own threshold between uint16 and int32
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Ids are 0 to size - 1."""
+
+    size: int
+    eos_id: int
+    tokenizer: str  # as it was named
+    sha256: str  # of the tokenizer, "" when only token lists were read and its files were not needed
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Type of the ids on disk: what megatron-core takes for this size."""
+        return np.dtype(np.uint16 if self.size < _UINT16_SIZE else np.int32)
+
+    @property
+    def identity(self) -> str:
+        """The tokenizer's contents where they are known, else its name: a copy elsewhere is the same tokenizer."""
+        return self.sha256 or self.tokenizer
+
+
+def find_vocabulary(options: Options, *, has_text: bool) -> Vocabulary:
+    """Loads the tokenizer unless GPT-2's token lists are all there is.
+
+    Raises:
+        UserError: --vocab-size is smaller than the tokenizer, or the end-of-document id is not below it.
+    """
+    if options.tokenizer == GPT2 and not has_text:
+        size, eos, sha256 = _GPT2_SIZE, _GPT2_EOS, ""
+        size = options.vocab_size or size
+    else:
+        tokenizer = load_tokenizer(options.tokenizer)
+        size, eos, sha256 = tokenizer.vocab_size, tokenizer.eod, tokenizer.sha256
+        if options.vocab_size is not None and options.vocab_size < size:
+            raise UserError(
+                f"--vocab-size: got {options.vocab_size}, allowed at least the {size} ids of the tokenizer "
+                f"{options.tokenizer}; leave --vocab-size out"
+            )
+        size = options.vocab_size or size
+    if options.eos_id is not None:
+        eos = options.eos_id
+    if not 0 <= eos < size:
+        raise UserError(f"--eos-id: got {eos}, allowed 0 to {size - 1} (--vocab-size {size}); set one that fits")
+    return Vocabulary(size, eos, options.tokenizer, sha256)
+
+
+def text_encoder(vocabulary: Vocabulary) -> Callable[[str], np.ndarray]:
+    """Text -> ids. UserError when the tokenizer is no longer the one of the plan."""
+    tokenizer = load_tokenizer(vocabulary.tokenizer)
+    if tokenizer.sha256 != vocabulary.sha256:
+        raise UserError(
+            f"--tokenizer: {vocabulary.tokenizer} changed while the run was going on; start again with --overwrite"
+        )
+    return tokenizer.encode_array

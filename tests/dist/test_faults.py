@@ -26,11 +26,11 @@ def wait_for_steps(job: Job) -> None:
 
 def ranks_of(job: Job) -> dict[int, psutil.Process]:
     """The trainer processes below a job, by rank."""
-    return {
-        int(child.environ()["RANK"]): child
-        for child in psutil.Process(job.process.pid).children(recursive=True)
-        if "egmla_megatron.train" in child.cmdline() and "RANK" in child.environ()
-    }
+    found: dict[int, psutil.Process] = {}
+    for child in psutil.Process(job.process.pid).children(recursive=True):  # parents before their children
+        if "egmla_megatron.train" in child.cmdline() and "RANK" in child.environ():
+            found.setdefault(int(child.environ()["RANK"]), child)  # loader workers look the same
+    return found
 
 
 def error_lines(output: str) -> list[str]:
@@ -59,16 +59,21 @@ def test_stop_signals_save_and_a_torn_checkpoint_is_passed_over(tmp_path: Path) 
     shutil.copytree(run / f"checkpoints/step_{first[0]:08d}", run / "checkpoints/step_00090001")
     manifest = run / "checkpoints/step_00090001/manifest.json"
     manifest.write_text(manifest.read_text()[:-20])
-    both = start_trainer(2, tmp_path / "terminated.log", config, "parallel.gate_group=2")
+    interval = f"checkpoint.interval_steps={first[0] + 2}"
+    both = start_trainer(2, tmp_path / "terminated.log", config, "parallel.gate_group=2", interval, "data.num_workers=1")
+    both.wait_for(f"step_{first[0] + 2:08d}  ")  # saved once: megatron-core's queue process is there too
     both.wait_for(f"step {first[0] + 3:>7}/")
-    for process in ranks_of(both).values():  # as Slurm does: to every process
-        process.send_signal(signal.SIGTERM)
+    for rank in ranks_of(both).values():  # as Slurm does: to every process below the launcher
+        helpers = rank.children(recursive=True)
+        assert len(helpers) >= 2, helpers  # a loader worker, the queue
+        for process in (*helpers, rank):
+            process.send_signal(signal.SIGTERM)
     assert both.wait() != 0
     assert f"exitcode  : {128 + signal.SIGTERM}" in both.output, both.output[-3000:]
     second = checkpoints(run)
-    assert len(second) == 2 and second[1] >= first[0] + 3
+    assert len(second) == 3 and second[-1] >= first[0] + 3
     assert events(run, "start")[-1]["step"] == first[0]
-    assert events(run, "end")[-1]["step"] == second[1]
+    assert events(run, "end")[-1]["step"] == second[-1]
 
 
 def test_dead_and_hung_ranks_are_named_and_end_the_others(tmp_path: Path) -> None:

@@ -56,7 +56,12 @@ def assert_same_run(run: Path, reference: Path) -> None:
 
 def test_killed_run_with_distributed_optimizer_and_dropout(tmp_path: Path) -> None:
     model = tiny_model(hidden_dropout=0.1, attention_dropout=0.1)
-    sections = {**SECTIONS, "optimizer": {"distributed": True, "lr": 1e-2, "warmup_steps": 2}}
+    overlap = {"implementation": "torch", "gate_group": 2, "overlap_grad_reduce": True, "overlap_param_gather": True}
+    sections = {
+        **SECTIONS,
+        "optimizer": {"distributed": True, "lr": 1e-2, "warmup_steps": 2},
+        "parallel": overlap,  # a checkpoint must hold the weights that are still to be gathered
+    }
     config, reference = write_run(tmp_path, "whole", model, **sections)
     whole = start_trainer(2, tmp_path / "whole.log", config)
     config, run = write_run(tmp_path, "killed", model, **sections)

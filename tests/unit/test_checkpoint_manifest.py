@@ -135,10 +135,11 @@ def test_pruning(tmp_path: Path, keep: int, every: int, left: list[int]) -> None
     assert sorted(gone + left) == [2, 4, 6, 8, 10]
 
 
-def test_pruning_leaves_what_is_not_a_complete_checkpoint(tmp_path: Path) -> None:
-    for step in (2, 4):
+def test_pruning_leaves_what_is_no_checkpoint_and_ends_a_deletion_that_was_cut_short(tmp_path: Path) -> None:
+    for step in (2, 4, 6):
         save(tmp_path, step)
-    (checkpoint_path(tmp_path, 2) / "COMPLETE").unlink()
+    for step in (2, 6):  # a deletion that was cut short, and something newer that is not whole
+        (checkpoint_path(tmp_path, step) / "COMPLETE").unlink()
     (tmp_path / "notes").mkdir()
     assert prune(tmp_path, 1, 0) == []
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "step_00000002", "step_00000004"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "step_00000004", "step_00000006"]

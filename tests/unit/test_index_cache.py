@@ -15,6 +15,7 @@ from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.data import index_cache
 from egmla_megatron.data.batch import batch_iterator
 from egmla_megatron.data.dataset import build_datasets
+from egmla_megatron.data.documents import check_document_options
 from egmla_megatron.data.index_cache import index_folder
 from egmla_megatron.errors import UserError
 from tests.tiny import MHA, tiny_model, write_dataset, write_run
@@ -107,9 +108,9 @@ def test_weights_hold_for_validation(cfg: RunConfig, world: Any) -> None:
 
 def test_masks_that_no_kernel_honours_are_refused(cfg: RunConfig) -> None:
     with pytest.raises(UserError, match=r"data\.reset_attention_mask: got true, allowed false \(the attention kernels"):
-        build_datasets(changed(cfg, data={"reset_attention_mask": True}))
+        check_document_options(changed(cfg, data={"reset_attention_mask": True}))
     with pytest.raises(UserError, match=r"data\.reset_position_ids: got true with model\.attention=mla.*rotary"):
-        build_datasets(changed(cfg, data={"reset_position_ids": True}))
+        check_document_options(changed(cfg, data={"reset_position_ids": True}))
 
 
 def test_learned_positions_can_count_from_each_document(cfg: RunConfig, world: Any) -> None:

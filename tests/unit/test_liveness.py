@@ -123,3 +123,21 @@ def test_nothing_is_watched_alone_or_when_switched_off(size: int, timeout: float
     watch = PeerWatch(None, 0, size, timeout)
     assert watch.dead_peers() == []
     watch.close()
+
+
+def test_a_process_that_stood_still_itself_accuses_nobody(
+    exits: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After SIGSTOP and SIGCONT, or a suspended machine, both sides' clocks jump at once."""
+    store = Store()
+    watches = [PeerWatch(store, rank, 2, 1.0) for rank in range(2)]
+    wait_until(lambda: all_alive(store, 2))
+    clock, jump = time.monotonic, 0.0
+    monkeypatch.setattr(liveness.time, "monotonic", lambda: clock() + jump)
+    beats = int(store.get("alive/0"))
+    store.set("alive/1", b"1")  # as the neighbour wrote it last
+    jump = 100.0
+    wait_until(lambda: int(store.get("alive/0")) > beats + 3)
+    assert exits == [] and capsys.readouterr().err == ""
+    for watch in watches:
+        watch.close()

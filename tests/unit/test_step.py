@@ -51,18 +51,18 @@ def open_run(world: Any, model: Any = TINY, **sections: Any) -> Run:
 
 
 def oracle_step(run: Run, batches: list[Batch]) -> tuple[float, float]:
-    """(loss, gradient norm) of the reference: each micro-batch is the mean over its unmasked tokens."""
+    """(loss, gradient norm) of the reference: the mean over the unmasked tokens of all micro-batches."""
     weights = {name: parameter.detach().double() for name, parameter in run.named.items()}
     reference = ReferenceModel(run.cfg.model).double()
     reference.load_state_dict(dict(to_hf_tensors(weights, run.cfg.model)))
-    losses = []
+    total = torch.zeros((), dtype=torch.double)
     for batch in batches:
         flat = torch.nn.functional.cross_entropy(
             reference(batch.tokens_BS).flatten(0, 1), batch.labels_BS.flatten(), reduction="none"
         )
         mask = batch.loss_mask_BS.flatten()
-        losses.append((flat * mask).sum() / mask.sum())
-    loss = torch.stack(losses).mean()
+        total = total + (flat * mask).sum()
+    loss = total / sum(batch.loss_mask_BS.sum() for batch in batches)
     loss.backward()
     squares = [p.grad.square().sum().item() for p in reference.parameters() if p.grad is not None]
     return loss.item(), math.sqrt(sum(squares))
@@ -74,9 +74,9 @@ def masked(batch: Batch, keep: float) -> Batch:
 
 @pytest.mark.parametrize("distributed", [False, True])
 def test_loss_and_norm_equal_the_oracle(world: Any, distributed: bool) -> None:
-    run = open_run(world, optimizer={"distributed": distributed})
+    run = open_run(world, optimizer={"distributed": distributed}, data={"eod_mask_loss": True})
     stream = iter(random_batches(run.cfg))
-    batches = [masked(next(stream), keep) for keep in (0.9, 0.2)]  # many and few tokens count: not one common mean
+    batches = [masked(next(stream), keep) for keep in (0.9, 0.2)]  # weighed by their tokens
     expected = oracle_step(run, batches)
     result = run.step(iter(batches))
     assert result.applied

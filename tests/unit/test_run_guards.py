@@ -1,0 +1,115 @@
+"""What must not cost a run: a second job, a failing log, an old checkpoint that stays, a save that failed elsewhere."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
+
+from egmla_megatron.checkpoint.failures import raise_unless_disk
+from egmla_megatron.checkpoint.manifest import prune
+from egmla_megatron.errors import UserError
+from egmla_megatron.train.lock import lock_run_dir
+from egmla_megatron.train.setup import together
+from egmla_megatron.train.sinks import JsonLines, Sinks
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from egmla_megatron.train.lock import lock_run_dir
+lock = lock_run_dir(Path(sys.argv[1]), wait_s=0)
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_second_job_in_a_run_folder_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
+    first = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert first.stdout is not None and first.stdout.readline() == "held\n"
+        with pytest.raises(UserError, match=rf"in use by .*pid {first.pid}.*another run\.dir"):
+            lock_run_dir(tmp_path, wait_s=0.3)
+    finally:
+        first.kill()
+        first.wait()
+    lock_run_dir(tmp_path, wait_s=0.3).close()
+
+
+class Failing:
+    """A sink whose disk is full."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def write(self, kind: str, event: Any) -> None:
+        self.calls += 1
+        raise OSError(28, "No space left on device")
+
+    def close(self) -> None:
+        raise OSError(28, "No space left on device")
+
+
+def test_a_failing_sink_is_named_once_and_costs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    failing, file = Failing(), JsonLines(tmp_path / "metrics.jsonl")
+    sinks = Sinks([failing, file])
+    for step in range(3):
+        sinks.write("step", {"step": step})
+    sinks.close()
+    assert failing.calls == 3  # tried again: space may have been freed
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+    error = capsys.readouterr().err
+    assert error.count("warning: ") == 1 and "Failing" in error and "No space left" in error
+
+
+def test_a_half_deleted_checkpoint_goes_with_the_next_prune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from egmla_megatron.checkpoint import manifest
+
+    for step in (1, 2, 3):
+        (tmp_path / f"step_{step:08d}").mkdir()
+    (tmp_path / "step_00000003" / manifest.MARKER).write_text("")
+    monkeypatch.setattr(manifest, "complete_checkpoints", lambda root: [root / "step_00000003"])
+    (tmp_path / "step_00000002" / manifest.MARKER).write_text("")  # marked but torn: evidence, left alone
+    prune(tmp_path, 2, 0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000002", "step_00000003"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        dist.DistBackendError("NCCL watchdog"),
+        RuntimeError("[pair.cc:534] Connection closed by peer"),
+        CheckpointException("write", {1: (torch.OutOfMemoryError("CUDA out of memory"), None)}),
+    ],
+)
+def test_what_is_not_the_disk_is_not_blamed_on_it(error: BaseException) -> None:
+    with pytest.raises((torch.OutOfMemoryError, RuntimeError)) as caught:
+        raise_unless_disk(error)
+    assert "disk" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(28, "No space left on device"),
+        RuntimeError("[enforce fail] PytorchStreamWriter failed writing file"),
+        CheckpointException("write", {0: (OSError(28, "No space left on device"), None)}),
+    ],
+)
+def test_what_is_the_disk_passes(error: BaseException) -> None:
+    raise_unless_disk(error)
+
+
+def test_an_error_of_one_rank_becomes_every_ranks(world: Any) -> None:
+    def fail() -> None:
+        raise UserError("data.train: got nothing")
+
+    with pytest.raises(UserError, match=r"data\.train: got nothing"):
+        together(world, fail)
+    assert together(world, lambda: 3) == 3

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from egmla_megatron.config.check import Layout
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.parallel import cpu
+from egmla_megatron.parallel.agreement import agree_on_config
 
 __all__ = ["World", "close_world", "form_groups", "open_world", "rank_environment", "seed_everything"]
 
@@ -92,11 +93,16 @@ def _own_communicator(ranks_of_mine: list[int], size: int, timeout: timedelta) -
 
 
 def open_world(cfg: RunConfig, layout: Layout) -> World:
-    """Start the process groups. Call once, after `check_config` said the layout can work."""
+    """Start the process groups. Call once, after `check_config` said the layout can work.
+
+    Raises:
+        UserError: the ranks were started with different configurations.
+    """
     rank, size, local_rank = rank_environment()
     device = _choose_device(local_rank, cfg.run.deterministic)
     timeout = timedelta(seconds=cfg.train.collective_timeout_s)
     store, rank, size = next(dist.rendezvous("env://", rank, size, timeout=timeout))
+    agree_on_config(store, rank, size, cfg)
     backend = "nccl" if device.type == "cuda" else "gloo"
     device_id = device if device.type == "cuda" else None
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device_id)

@@ -183,7 +183,7 @@ def test_optional_sizes_are_not_negative(name: str) -> None:
         ("train.steps=-1", "0 or more"),
         ("optimizer.weight_decay=-0.1", "0 or more"),
         ("optimizer.lr=0", "more than 0"),
-        ("train.peer_timeout_s=0", "more than 0"),
+        ("train.peer_timeout_s=-1", "0 or more"),
         ("optimizer.beta2=1", "0 to below 1"),
         ("model.attention_dropout=1", "0 to below 1"),
         ("optimizer.min_lr_ratio=1.1", "0 to 1"),

@@ -108,7 +108,8 @@ def build_datasets(cfg: RunConfig) -> Datasets:
     train = _build(cfg, 0)
     valid = _build(cfg, 1) if cfg.data.valid else None
     names = list(map(_stem, cfg.data.train))
-    facts = [names, cfg.train.seq_length, cfg.run.seed, len(train), _wanted(cfg, 0), resolve_eod(cfg)]
+    contents = [_content(prefix) for prefix in parse_blend(cfg.data.train, _KEYS[0])[0]]
+    facts = [names, cfg.train.seq_length, cfg.run.seed, len(train), _wanted(cfg, 0), resolve_eod(cfg), contents]
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     return Datasets(train, valid, digest)
 
@@ -116,6 +117,15 @@ def build_datasets(cfg: RunConfig) -> Datasets:
 def _stem(entry: str) -> str:
     """Only the file name counts: the same data may be mounted elsewhere after a move."""
     return Path(entry).name
+
+
+def _content(prefix: str) -> dict[str, str] | None:
+    """Checksums of a data set as its manifest has them; None without a manifest, where only the sizes tell."""
+    path = Path(f"{prefix}.json")
+    if not path.is_file():
+        return None
+    sums: dict[str, str] | None = json.loads(path.read_text(encoding="utf-8")).get("sha256")
+    return sums
 
 
 def epoch_index(position: int, size: int) -> int:

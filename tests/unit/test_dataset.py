@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import itertools
 from dataclasses import replace
 from pathlib import Path
@@ -119,6 +120,16 @@ def test_fingerprint_changes_with_the_order_of_samples_and_with_nothing_else(cfg
         fingerprint(cfg, data={"train": ("1", *cfg.data.train, "2", other)}, train={"steps": 99}),
     ]
     assert len({same, *changed}) == 1 + len(changed)
+
+
+def test_fingerprint_changes_when_the_data_are_made_anew(cfg: RunConfig, world: Any) -> None:
+    """Same name, same number of samples, other text: the manifest's checksum tells."""
+    before = fingerprint(cfg)
+    manifest = Path(f"{cfg.data.train[0]}.json")
+    content = json.loads(manifest.read_text())
+    content["sha256"]["bin"] = "0" * 64
+    manifest.write_text(json.dumps(content))
+    assert fingerprint(cfg) != before
 
 
 def test_fingerprint_does_not_change_when_the_data_moves(cfg: RunConfig, world: Any, tmp_path: Path) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
-import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint import CheckpointException
 
 __all__ = ["SAVE_ERRORS", "raise_unless_disk"]
 
 SAVE_ERRORS: tuple[type[BaseException], ...] = (OSError, CheckpointException, CheckpointingException, RuntimeError)
+
+# torch.save's writer; megatron-core wraps what its writers met in a bare RuntimeError with the text of the cause
+OF_THE_DISK = ("PytorchStreamWriter", "[Errno ", "No space left", "Disk quota")
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
@@ -25,10 +26,10 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 def raise_unless_disk(error: BaseException) -> None:
     """Raise what has nothing to do with the disk: memory, a lost rank, a fault of ours. Returns for the rest.
 
-    RuntimeError is what nearly everything in torch raises; of the disk only the writer of `torch.save` does.
+    RuntimeError is what nearly everything in torch raises, memory and lost ranks included.
     """
     for cause in _causes(error):
-        if isinstance(cause, torch.OutOfMemoryError | dist.DistError | AssertionError):
+        if isinstance(cause, AssertionError):
             raise cause
-    if isinstance(error, RuntimeError) and "PytorchStreamWriter" not in str(error):
-        raise error
+        if isinstance(cause, RuntimeError) and not any(word in str(cause) for word in OF_THE_DISK):
+            raise cause

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import multiprocessing
 import os
 import signal
 import sys
@@ -10,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 
-__all__ = ["STOP_SIGNALS", "deaf_children", "stop_with_launcher"]
+__all__ = ["STOP_SIGNALS", "deaf_children", "kill_children", "stop_with_launcher"]
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -24,12 +26,27 @@ def deaf_children() -> Iterator[None]:
     writers must outlive it, or the rank has nothing left to save with. Signals to this process are only held back
     until the end of the block. Helpers still end when this process does, or when it closes them.
     """
+    atexit.unregister(_kill_daemons)
+    atexit.register(_kill_daemons)  # last in, first out: before multiprocessing waits for them
     resource_tracker.ensure_running()  # otherwise the first child starts it, which unblocks signals on the way
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _kill_daemons() -> None:
+    """At exit multiprocessing sends its daemons SIGTERM, which they do not see, and waits for them for ever."""
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
+
+
+def kill_children() -> None:
+    """End every helper now, before an os._exit that would leave them behind."""
+    for child in multiprocessing.active_children():
+        child.kill()
 
 
 def stop_with_launcher() -> None:

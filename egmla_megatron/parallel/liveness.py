@@ -10,6 +10,8 @@ import time
 from datetime import timedelta
 from typing import Any
 
+from egmla_megatron.parallel.child_processes import kill_children
+
 __all__ = ["PeerWatch"]
 
 DONE = b"done"
@@ -80,12 +82,13 @@ class PeerWatch:
             except Exception as error:  # any failure of the store has one meaning: its host is gone
                 self._give_up(f"the rendezvous store does not answer ({type(error).__name__}: {error})")
             if value != seen:
-                seen, seen_at = value, time.monotonic()
-            elif value != DONE and time.monotonic() - seen_at > self.timeout:
+                seen, seen_at = value, turn
+            elif value != DONE and turn - seen_at > self.timeout:
                 self._give_up(f"{self.describe(neighbour)} gave no sign of life for {self.timeout:.0f} s")
 
     def _give_up(self, reason: str) -> None:
         if self._end.is_set():
             return
         print(f"error: {reason}; rank {self.rank} ends at step {self.step}", file=sys.stderr, flush=True)
+        kill_children()
         os._exit(1)

@@ -38,7 +38,7 @@ def _train(arguments: Sequence[str], *, check_only: bool) -> int:
         return 0
     from egmla_megatron.train.session import train
 
-    return train(cfg, layout, checkpoint)
+    return train(cfg, layout)
 
 
 def _report(error: UserError) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 
 import torch
 
 from egmla_megatron.config.check import Layout
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.errors import UserError
-from egmla_megatron.parallel.child_processes import stop_with_launcher
+from egmla_megatron.parallel.child_processes import kill_children, stop_with_launcher
 from egmla_megatron.parallel.liveness import PeerWatch
 from egmla_megatron.parallel.world import close_world, open_world
 from egmla_megatron.train.loop import Trainer
@@ -22,11 +21,11 @@ from egmla_megatron.train.sinks import Sinks, open_sinks
 __all__ = ["train"]
 
 
-def train(cfg: RunConfig, layout: Layout, checkpoint: Path | None) -> int:
+def train(cfg: RunConfig, layout: Layout) -> int:
     """Train until done, stopped or failed; returns the exit code of this rank.
 
     Args:
-        layout, checkpoint: what `preflight.check_everything` found.
+        layout: what `preflight.check_everything` found.
 
     Raises:
         UserError: something the user can mend; nothing that was saved is lost.
@@ -36,7 +35,7 @@ def train(cfg: RunConfig, layout: Layout, checkpoint: Path | None) -> int:
     watch = PeerWatch(world.store, world.rank, world.size, cfg.train.peer_timeout_s)
     sinks: Sinks | None = None
     try:
-        run = prepare(cfg, world, checkpoint)
+        run = prepare(cfg, world)
         stop = StopRequest()  # not before: until then there is nothing to save, and a signal simply ends the process
         sinks = open_sinks(cfg, is_first=world.is_first)
         code = Trainer(run, sinks, stop, watch).run()
@@ -73,4 +72,5 @@ def _explain_lost_peers(error: RuntimeError, watch: PeerWatch) -> None:
             file=sys.stderr,
             flush=True,
         )
+    kill_children()
     os._exit(1)

@@ -10,7 +10,9 @@ from typing import IO, Any, cast
 import torch
 import torch.distributed as dist
 
+from egmla_megatron.checkpoint.choose import check_compatible, choose_checkpoint
 from egmla_megatron.checkpoint.load import load_checkpoint
+from egmla_megatron.checkpoint.manifest import read_manifest
 from egmla_megatron.config.check import Layout
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.data.batch import Batch, batch_iterator
@@ -41,16 +43,16 @@ class Prepared:
     lock: IO[str] | None = None  # on rank 0: holds the run folder as long as it is open
 
 
-def prepare(cfg: RunConfig, world: World, checkpoint: Path | None) -> Prepared:
+def prepare(cfg: RunConfig, world: World) -> Prepared:
     """Build the run on this rank and load its checkpoint. Called by every rank.
 
     Raises:
         UserError: on every rank, where one of them cannot go on.
     """
-    checkpoint = _same_checkpoint(checkpoint, world)
-    seed_everything(cfg.run.seed, world)
     lock = together(world, lambda: _claim(cfg) if world.is_first else None)
-    datasets = together(world, lambda: _datasets(cfg, world.layout))
+    checkpoint = _same_checkpoint(together(world, lambda: _choose(cfg) if world.is_first else None), world)
+    seed_everything(cfg.run.seed, world)
+    datasets = _datasets(cfg, world.layout)
     built = build_model(cfg, world)
     model = wrap_ddp(cfg, built, world)
     optimizer = build_optimizer(cfg, model, built)
@@ -74,15 +76,21 @@ def prepare(cfg: RunConfig, world: World, checkpoint: Path | None) -> Prepared:
 
 
 def together[T](world: World, action: Callable[[], T]) -> T:
-    """What `action` gives on this rank; UserError on every rank when it raises one on any: none is left waiting."""
-    result, problem = None, None
+    """What `action` gives on this rank; an error on every rank when it raises one on any: none is left waiting.
+
+    `action` must not call a collective: the rank that fails would miss it.
+    """
+    result, mine = None, None
     try:
         result = action()
-    except UserError as error:
-        problem = str(error)
+    except Exception as error:  # raised again below, once the others know
+        mine = error
     problems: list[str | None] = [None] * world.size
-    dist.all_gather_object(problems, problem, group=world.control)
-    first = next((text for text in problems if text is not None), None)
+    text = None if mine is None else str(mine) if isinstance(mine, UserError) else f"{type(mine).__name__}: {mine}"
+    dist.all_gather_object(problems, text, group=world.control)
+    if mine is not None:
+        raise mine
+    first = next((problem for problem in problems if problem is not None), None)
     if first is not None:
         raise UserError(first)
     return cast(T, result)
@@ -94,6 +102,14 @@ def _claim(cfg: RunConfig) -> IO[str]:
     if not (path / "config.yaml").is_file():
         write_config(cfg)
     return lock_run_dir(path)
+
+
+def _choose(cfg: RunConfig) -> Path | None:
+    """Once the folder is ours: a job that just ended there may have saved since the checks before the start."""
+    checkpoint = choose_checkpoint(cfg)
+    if checkpoint is not None:
+        check_compatible(cfg, checkpoint, read_manifest(checkpoint), None)
+    return checkpoint
 
 
 def _datasets(cfg: RunConfig, layout: Layout) -> Datasets:

@@ -86,6 +86,7 @@ def test_a_half_deleted_checkpoint_goes_with_the_next_prune(tmp_path: Path, monk
         dist.DistBackendError("NCCL watchdog"),
         RuntimeError("[pair.cc:534] Connection closed by peer"),
         CheckpointException("write", {1: (torch.OutOfMemoryError("CUDA out of memory"), None)}),
+        CheckpointException("write", {1: (RuntimeError("CUDA error: an illegal access"), None)}),
     ],
 )
 def test_what_is_not_the_disk_is_not_blamed_on_it(error: BaseException) -> None:
@@ -100,6 +101,7 @@ def test_what_is_not_the_disk_is_not_blamed_on_it(error: BaseException) -> None:
         OSError(28, "No space left on device"),
         RuntimeError("[enforce fail] PytorchStreamWriter failed writing file"),
         CheckpointException("write", {0: (OSError(28, "No space left on device"), None)}),
+        CheckpointException("write", {0: (RuntimeError("worker 0, error: [Errno 28] No space left"), None)}),
     ],
 )
 def test_what_is_the_disk_passes(error: BaseException) -> None:
@@ -113,3 +115,23 @@ def test_an_error_of_one_rank_becomes_every_ranks(world: Any) -> None:
     with pytest.raises(UserError, match=r"data\.train: got nothing"):
         together(world, fail)
     assert together(world, lambda: 3) == 3
+
+
+ORPHAN = """
+import torch
+from egmla_megatron.data.batch import batch_iterator
+from types import SimpleNamespace as Fake
+
+class Data(list):
+    config = Fake(reset_position_ids=False)
+
+sample = {name: torch.ones(4) for name in ("tokens", "labels", "loss_mask")}
+batches = batch_iterator(Data([sample] * 8), [[0], [1], [2], [3]], torch.device("cpu"), num_workers=1)
+next(batches)
+raise RuntimeError("a bug")
+"""
+
+
+def test_an_uncaught_error_ends_a_rank_although_its_workers_hear_no_signal() -> None:
+    done = subprocess.run([sys.executable, "-c", ORPHAN], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1 and "RuntimeError: a bug" in done.stderr

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from egmla_megatron.cli import CommandParser, run_main
 from egmla_megatron.preprocess.command import preprocess
-from egmla_megatron.preprocess.options import Options, shard_from
+from egmla_megatron.preprocess.options import Options, prefix_from, shard_from
 
 
 def parse(arguments: list[str]) -> Options:
@@ -26,7 +26,7 @@ def parse(arguments: list[str]) -> Options:
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="INPUT", help="parquet, jsonl(.gz/.zst), .txt (a document each), "
         "globs, folders, or data sets: OWNER/NAME or hf:NAME[@REVISION][:CONFIG[:SPLIT]]")  # fmt: skip
-    add("--output-prefix", required=True, type=Path, metavar="P", help="writes P.bin, P.idx, P.json and P_val.*")
+    add("--output-prefix", required=True, metavar="P", help="writes P.bin, P.idx, P.json and P_val.*")
     add("--tokenizer", default="gpt2", help="gpt2, a folder with tokenizer files, or a sentencepiece .model")
     add("--tokens-column", default="tokens", help="lists of ids")
     add("--text-column", default="text")
@@ -48,7 +48,11 @@ def parse(arguments: list[str]) -> Options:
     given = vars(parser.parse_args(arguments))
     shard, shards = shard_from(given.pop("shard"), dict(os.environ))
     return Options(
-        inputs=tuple(given.pop("input")), output=given.pop("output_prefix"), shard=shard, shards=shards, **given
+        inputs=tuple(given.pop("input")),
+        output=prefix_from(given.pop("output_prefix")),
+        shard=shard,
+        shards=shards,
+        **given,
     )
 
 

@@ -12,6 +12,7 @@ __all__ = ["CLUSTER", "Columns", "Kind", "UnreadableError", "choose_column"]
 
 CLUSTER = "cluster_id"  # ClimbMix's name
 Kind = Literal["tokens", "text"]
+_CLUSTER_TYPES = frozenset({"int", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32"})  # fit an int64
 
 
 class UnreadableError(Exception):
@@ -29,10 +30,12 @@ class Columns:
 def choose_column(name: str, types: Mapping[str, str], columns: Columns) -> tuple[Kind, str, str]:
     """(kind, column, cluster column or "") from {column: "ids" | "text" | what it is instead}.
 
+    A cluster column that holds no whole numbers is not one.
+
     Raises:
         UserError: neither column is there, or it holds something else.
     """
-    cluster = CLUSTER if CLUSTER in types else ""
+    cluster = CLUSTER if types.get(CLUSTER) in _CLUSTER_TYPES else ""
     wanted: tuple[tuple[Kind, str, str, str], ...] = (
         ("tokens", columns.tokens, "ids", "lists of whole numbers"),
         ("text", columns.text, "text", "text"),

@@ -38,6 +38,10 @@ def preprocess(options: Options) -> None:
     """
     check_options(options)
     sources, skipped = find_sources(options)
+    if options.by_cluster and not any(source.cluster_column for source in sources):
+        raise UserError(
+            "--by-cluster: no input has a column cluster_id of whole numbers, allowed inputs that do; leave it out"
+        )
     vocabulary = find_vocabulary(options, has_text=any(source.kind == "text" for source in sources))
     plan = make_plan(options, sources, vocabulary)
     folder = options.output.with_name(options.output.name + ".parts")

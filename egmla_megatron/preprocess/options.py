@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from egmla_megatron.errors import UserError
+from egmla_megatron.folders import refuse_unwritable
 
-__all__ = ["Options", "check_options", "shard_from"]
+__all__ = ["Options", "check_options", "prefix_from", "shard_from"]
+
+_LONGEST_NAME = 180  # bytes: names of parts and clusters are longer, and file systems take 255
+_LARGEST_VOCABULARY = 2**24  # ids; every worker remembers which it saw
 
 
 @dataclass(frozen=True)
@@ -49,8 +54,29 @@ def shard_from(text: str | None, environment: dict[str, str]) -> tuple[int, int]
     return int(found[1]), int(found[2])
 
 
+def prefix_from(text: str) -> Path:
+    """--output-prefix as a path. UserError when it names a folder, one of the files, or what cannot be written."""
+    path = Path(text)
+    if not path.name or text.endswith("/") or path.name == ".." or path.is_dir():
+        raise UserError(
+            f"--output-prefix: got {text!r}, allowed a folder and the start of a file name; for example {path / 'mine'}"
+        )
+    if path.suffix in (".bin", ".idx", ".json"):
+        bare = path.with_suffix("")
+        raise UserError(f"--output-prefix: got {text}, allowed a name without {path.suffix}; drop the suffix: {bare}")
+    if len(os.fsencode(path.name)) > _LONGEST_NAME:
+        raise UserError(f"--output-prefix: got a name of {len(path.name)} characters, allowed {_LONGEST_NAME} bytes")
+    refuse_unwritable("--output-prefix", path.parent)
+    return path
+
+
 def check_options(options: Options) -> None:
     """UserError for values that cannot work."""
+    if options.vocab_size is not None and not 1 <= options.vocab_size <= _LARGEST_VOCABULARY:
+        raise UserError(
+            f"--vocab-size: got {options.vocab_size}, allowed 1 to {_LARGEST_VOCABULARY}; leave it out for the "
+            "tokenizer's"
+        )
     if not 0 <= options.validation_fraction < 1:
         raise UserError(
             f"--validation-fraction: got {options.validation_fraction}, allowed 0 up to but not including 1; "

@@ -31,6 +31,10 @@ def _load(name: str) -> Any:
 
 def inspect(name: str, columns: Columns) -> tuple[Kind, str, str, int]:
     """(kind, column, cluster column, shards), from the first rows."""
+    if not name.removeprefix(PREFIX).partition(":")[0].partition("@")[0]:
+        raise UserError(
+            f"--input: got {name!r} without a name, allowed {PREFIX}NAME[@REVISION][:CONFIG[:SPLIT]]; add it"
+        )
     try:
         data = _load(name)
         first = next(iter(data.with_format("arrow").iter(batch_size=1)), None)

@@ -35,13 +35,18 @@ def open_lines(path: Path) -> BinaryIO:
 
 
 def inspect(path: Path, columns: Columns) -> tuple[Kind, str, str]:
-    """(kind, column, cluster column) from the first row that is not blank and has a value."""
+    """(kind, column, cluster column) from the first row that is not blank, can be read and has a value.
+
+    Lines that cannot be read are faults of their own when the rows are read; only a file of nothing else is unreadable.
+    """
+    damaged = ""
     try:
         with open_lines(path) as lines:
             for number, line in enumerate(lines, 1):
                 row = _parse(line) if line.strip() else {}
                 if isinstance(row, str):
-                    raise UnreadableError(f"{path}, line {number}: {row}")
+                    damaged = damaged or f"{path}, line {number}: {row}"
+                    continue
                 values = {key: _type_of(value) for key, value in row.items() if value is not None and value != []}
                 if values.keys() & {columns.tokens, columns.text}:
                     return choose_column(str(path), values, columns)
@@ -49,7 +54,7 @@ def inspect(path: Path, columns: Columns) -> tuple[Kind, str, str]:
                     return choose_column(str(path), dict.fromkeys(row, ""), columns)  # raises: neither is there
     except _STREAM_ERRORS as error:
         raise UnreadableError(f"{path}: cannot be read ({error})") from error
-    raise UnreadableError(f"{path}: got no row with a value, expected at least one")
+    raise UnreadableError(damaged or f"{path}: got no row with a value, expected at least one")
 
 
 def _parse(line: bytes) -> dict[str, Any] | str:
@@ -121,6 +126,9 @@ def _add(batch: _Batch, line: bytes, number: int, kind: Kind, column: str, ledge
     row = _parse(line)
     if isinstance(row, str):
         return row
+    cluster = row.get(CLUSTER)
+    if isinstance(cluster, int) and not -(2**63) <= cluster < 2**63:
+        return f"{CLUSTER!r} holds {cluster}, expected a whole number of at most 63 bits"
     if column not in row:
         return f"got keys {', '.join(row) or 'none'}, expected {column!r}"
     value = row[column]
@@ -140,8 +148,7 @@ def _add(batch: _Batch, line: bytes, number: int, kind: Kind, column: str, ledge
         except (TypeError, OverflowError):
             return f"{column!r} holds {_type_of(value)}, expected a list of whole numbers of at most 63 bits"
         batch.lengths.append(len(value))
-    cluster = row.get(CLUSTER)
-    batch.clusters.append(cluster if isinstance(cluster, int) else NO_CLUSTER)
+    batch.clusters.append(cluster if type(cluster) is int else NO_CLUSTER)
     batch.numbers.append(number)
     return ""
 

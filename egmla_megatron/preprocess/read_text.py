@@ -16,7 +16,7 @@ def read_file(path: str, ledger: Ledger) -> Iterator[TextRows]:
     """The whole file as one row of text, which must be UTF-8."""
     ledger.counts["rows"] += 1
     try:
-        text = Path(path).read_bytes().decode("utf-8")
+        text = Path(path).read_bytes().decode("utf-8-sig")  # without a byte order mark
     except (UnicodeDecodeError, OSError) as error:
         ledger.fault(path, f"cannot be read as UTF-8 text ({error})")
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -59,9 +60,10 @@ def find_sources(options: Options) -> tuple[list[Source], list[str]]:
     seen: set[str] = set()
     for text in options.inputs:
         for name in _expand(text):
-            if name in seen:
+            same = name if name.startswith(read_hub.PREFIX) else os.path.realpath(name)
+            if same in seen:
                 raise UserError(f"--input: {name} is given twice, allowed once; take one of the two away")
-            seen.add(name)
+            seen.add(same)
             try:
                 sources.append(_inspect(name, options))
             except UnreadableError as error:
@@ -79,10 +81,14 @@ def find_sources(options: Options) -> tuple[list[Source], list[str]]:
 def _expand(text: str) -> Iterator[str]:
     """Local paths in sorted order, or the hub name itself."""
     path = Path(text)
+    if not text.strip():
+        raise UserError("--input: got an empty name, allowed a file, folder, glob or hub name; is a variable unset?")
     if text.startswith(read_hub.PREFIX):
         yield text
     elif path.is_dir():
-        found = sorted(str(file) for file in path.rglob("*") if file.is_file() and format_of(file))
+        found = sorted(
+            str(file) for file in path.rglob("*") if file.is_file() and format_of(file) and not _is_own(file)
+        )
         if not found:
             raise UserError(f"--input: {text} holds no {', '.join(_SUFFIXES)} file; check the folder")
         yield from found
@@ -99,6 +105,12 @@ def _expand(text: str) -> Iterator[str]:
         raise UserError(
             f"--input: {text} does not exist, expected a file, folder, glob or hub name (owner/name); check the path"
         )
+
+
+def _is_own(path: Path) -> bool:
+    """A manifest beside a data set, or part of an unfinished one: outputs may lie among the inputs."""
+    beside = path.suffix == ".json" and path.with_suffix(".idx").exists()
+    return beside or any(parent.suffix == ".parts" for parent in path.parents)
 
 
 def _inspect(name: str, options: Options) -> Source:

@@ -21,7 +21,7 @@ from egmla_megatron.errors import UserError
 from egmla_megatron.preprocess import command
 from egmla_megatron.preprocess import part as part_module
 from egmla_megatron.preprocess.disk import writing_to
-from egmla_megatron.preprocess.options import Options
+from egmla_megatron.preprocess.options import Options, prefix_from
 from egmla_megatron.preprocess.vocabulary import Vocabulary
 from tests.preprocess import documents, ended, parts_of, run, stored, write_jsonl, write_lines, write_parquet
 
@@ -96,6 +96,12 @@ ROW_FAULTS: dict[str, tuple[Make, str, int]] = {
     "parquet null id": (lambda f: ids_with(f, [1, None], "x.parquet"), r"row 1: got a null among its ids", 3),
     "mixed rows": (lambda f: ids_with(f, "text", "x.jsonl"), r"line 2: 'tokens' holds text, expected a list", 3),
     "missing key": (lambda f: lines_with(f, '{"other": 1}'), r"line 2: got keys other, expected 'tokens'", 3),
+    "first line": (lambda f: write_lines(f / "x.jsonl", ["{", '{"tokens": [1]}']), r"x\.jsonl, line 1: not valid", 1),
+    "cluster beyond int64": (
+        lambda f: lines_with(f, '{"tokens": [1], "cluster_id": 18446744073709551615}'),
+        r"line 2: 'cluster_id' holds 18446744073709551615",
+        3,
+    ),
     "no object": (lambda f: lines_with(f, "[1, 2]"), r"line 2: got a JSON list, expected an object", 3),
 }
 # These never pass: the input as a whole is not what was meant.
@@ -124,7 +130,7 @@ UNREADABLE: dict[str, tuple[Make, str]] = {
     "no parquet": (lambda f: write_lines(f / "x.parquet", ["hello"]), r"x\.parquet: not a complete parquet file"),
     "no zst": (lambda f: damaged(write_jsonl(f / "x.jsonl.zst", GOOD), 0, b"nozst"), r"x\.jsonl\.zst: cannot be read"),
     "no gz": (lambda f: damaged(write_jsonl(f / "x.jsonl.gz", GOOD), 0, b"nogz"), r"x\.jsonl\.gz: cannot be read"),
-    "first line": (lambda f: write_lines(f / "x.jsonl", ["{", '{"tokens": [1]}']), r"x\.jsonl, line 1: not valid"),
+    "only bad lines": (lambda f: write_lines(f / "x.jsonl", ["{", "["]), r"x\.jsonl, line 1: not valid JSON"),
 }
 
 
@@ -211,6 +217,9 @@ def test_end_of_document_id_beyond_the_vocabulary(tmp_path: Path) -> None:
         ({"validation_fraction": float("nan")}, "--validation-fraction: got nan"),
         ({"workers": 0}, "--workers: got 0"),
         ({"seed": -1}, "--seed: got -1"),
+        ({"vocab_size": 0}, "--vocab-size: got 0, allowed 1 to"),
+        ({"vocab_size": 10**14}, "--vocab-size: got 1000000"),
+        ({"by_cluster": True}, "--by-cluster: no input has a column cluster_id"),
         ({"text_column": "tokens"}, "--tokens-column and --text-column"),
     ],
 )
@@ -223,6 +232,41 @@ def test_the_same_input_twice(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "x.jsonl", GOOD)
     with pytest.raises(UserError, match="is given twice"):
         run(tmp_path / "out", path, str(tmp_path / "*.jsonl"))
+
+
+def test_the_same_file_by_another_name(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "x.jsonl", GOOD)
+    (tmp_path / "link.jsonl").symlink_to(path)
+    with pytest.raises(UserError, match="is given twice"):
+        run(tmp_path / "out", path, str(tmp_path / "link.jsonl"))
+
+
+def test_an_empty_input_is_not_the_current_folder(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--input: got an empty name"):
+        run(tmp_path / "out", "")
+
+
+def test_outputs_among_the_inputs_are_not_read_again(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "x.jsonl", GOOD)
+    run(tmp_path / "first", str(tmp_path))
+    run(tmp_path / "second", str(tmp_path))
+    assert stored(tmp_path / "second") == stored(tmp_path / "first")
+
+
+def test_clusters_that_are_no_whole_numbers_are_none(tmp_path: Path) -> None:
+    table = pa.table({"tokens": GOOD[:2], "cluster_id": [1.5, -3.0]})
+    pq.write_table(table, tmp_path / "x.parquet")
+    run(tmp_path / "out", str(tmp_path / "x.parquet"))
+    with pytest.raises(UserError, match="--by-cluster: no input has a column cluster_id of whole numbers"):
+        run(tmp_path / "clusters", str(tmp_path / "x.parquet"), by_cluster=True)
+
+
+@pytest.mark.parametrize("text", ["", ".", "..", "/", "made/", "x.bin", "x.idx", "n" * 250, "/proc/none/x"])
+def test_output_prefixes_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="--output-prefix: got"):
+        prefix_from(text)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_output_that_exists(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ __all__ = ["SAVE_ERRORS", "raise_unless_disk"]
 SAVE_ERRORS: tuple[type[BaseException], ...] = (OSError, CheckpointException, CheckpointingException, RuntimeError)
 
 # torch.save's writer; megatron-core wraps what its writers met in a bare RuntimeError with the text of the cause
-OF_THE_DISK = ("PytorchStreamWriter", "[Errno ", "No space left", "Disk quota")
+OF_THE_DISK = ("PytorchStreamWriter", "OSError", "[Errno ", "No space left", "Disk quota")
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

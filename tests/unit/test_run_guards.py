@@ -101,7 +101,9 @@ def test_what_is_not_the_disk_is_not_blamed_on_it(error: BaseException) -> None:
         OSError(28, "No space left on device"),
         RuntimeError("[enforce fail] PytorchStreamWriter failed writing file"),
         CheckpointException("write", {0: (OSError(28, "No space left on device"), None)}),
-        CheckpointException("write", {0: (RuntimeError("worker 0, error: [Errno 28] No space left"), None)}),
+        CheckpointException(
+            "write", {0: (RuntimeError("Worker failure: starting worker 0, error: <class 'OSError'>"), None)}
+        ),
     ],
 )
 def test_what_is_the_disk_passes(error: BaseException) -> None:

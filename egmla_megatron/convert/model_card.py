@@ -10,7 +10,7 @@ from egmla_megatron.config.schema import ModelConfig
 
 __all__ = ["TESTED", "model_card"]
 
-TESTED = ("4.56.2", "4.57.6", "5.0.0", "5.12.0", "5.24.0")  # transformers that ran test_hf_model.py and test_to_hf.py
+TESTED = ("4.56.2", "4.57.6", "5.0.0", "5.12.0", "5.24.0")  # transformers that ran the tests of hf/ and to_hf
 
 
 def _architecture(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:

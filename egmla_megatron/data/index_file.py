@@ -1,4 +1,4 @@
-"""Writes .idx files from document lengths, for any number of tokens: all arithmetic is in 64 bits."""
+"""The type of ids on disk, and .idx files from document lengths: all arithmetic is in 64 bits."""
 
 from __future__ import annotations
 
@@ -10,9 +10,15 @@ import numpy as np
 from egmla_megatron.data.verify import DTYPE_CODES, MAGIC
 from egmla_megatron.errors import UserError
 
-__all__ = ["write_index"]
+__all__ = ["id_dtype", "write_index"]
 
+_UINT16_SIZE = 65_500  # megatron-core's own threshold between uint16 and int32
 _LONGEST = 2**31 - 1  # tokens: lengths are stored in 32 bits
+
+
+def id_dtype(vocab_size: int) -> np.dtype:
+    """Type of the ids on disk: what megatron-core takes for a vocabulary of this size."""
+    return np.dtype(np.uint16 if vocab_size < _UINT16_SIZE else np.int32)
 
 
 def write_index(path: Path, lengths_D: np.ndarray, dtype: np.dtype) -> None:

@@ -14,13 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from egmla_megatron.data.index_file import id_dtype
 from egmla_megatron.data.tokenizer import Tokenizer
 from egmla_megatron.data.verify import MANIFEST_FORMAT, DatasetInfo, sha256_of, verify_prefix
 from egmla_megatron.errors import UserError
 
 __all__ = ["DatasetInfo", "move_into_place", "verify_prefix", "write_texts", "write_tokens"]
-
-_UINT16_VOCAB = 65500  # megatron-core's own threshold between uint16 and int32
 
 
 def write_texts(
@@ -72,12 +71,12 @@ def write_tokens(
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
     from tqdm import tqdm
 
-    dtype: Any = np.uint16 if vocab_size < _UINT16_VOCAB else np.int32
+    dtype = id_dtype(vocab_size)
     Path(prefix).parent.mkdir(parents=True, exist_ok=True)
     partial = {suffix: Path(f"{prefix}.{suffix}.partial-{os.getpid()}") for suffix in ("bin", "idx", "json")}
     count = {"tokens": 0, "documents": 0}
     try:
-        builder = IndexedDatasetBuilder(str(partial["bin"]), dtype=dtype)
+        builder = IndexedDatasetBuilder(str(partial["bin"]), dtype=dtype.type)  # it wants the class
         with builder.data_file, tqdm(documents, desc=f"writing {Path(prefix).name}", total=total, unit="doc") as bar:
             for number, document in enumerate(bar):
                 ids = _checked_ids(document, number, vocab_size)
@@ -91,7 +90,7 @@ def write_tokens(
             "format": MANIFEST_FORMAT,
             **count,
             "vocab_size": vocab_size,
-            "dtype": np.dtype(dtype).name,
+            "dtype": dtype.name,
             "eod_id": eod_id,
             "tokenizer": tokenizer,
             "tokenizer_sha256": tokenizer_sha256,

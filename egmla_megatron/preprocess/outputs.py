@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import re
 from collections import Counter
@@ -43,17 +44,10 @@ def prefix_of(output: Path, split: str) -> Path:
 
 def written_prefixes(output: Path) -> list[Path]:
     """Prefixes of this output of which any file exists."""
-    found = (file.with_suffix("") for file in output.parent.glob(f"{glob_escape(output.name)}_cluster*.idx"))
+    found = (file.with_suffix("") for file in output.parent.glob(f"{glob.escape(output.name)}_cluster*.idx"))
     candidates = {file for file in found if re.fullmatch(r"_cluster-?\d+", file.name.removeprefix(output.name))}
     candidates |= {prefix_of(output, ""), prefix_of(output, "val")}
     return sorted(p for p in candidates if any(Path(f"{p}.{suffix}").exists() for suffix in ("bin", "idx", "json")))
-
-
-def glob_escape(name: str) -> str:
-    """The name as a pattern that matches only itself."""
-    import glob
-
-    return glob.escape(name)
 
 
 def merge_settings(options: Options) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from egmla_megatron.data.index_file import id_dtype
 from egmla_megatron.data.tokenizer import GPT2, load_tokenizer
 from egmla_megatron.errors import UserError
 from egmla_megatron.preprocess.options import Options
@@ -14,7 +15,6 @@ from egmla_megatron.preprocess.options import Options
 __all__ = ["Vocabulary", "find_vocabulary", "text_encoder"]
 
 _GPT2_SIZE, _GPT2_EOS = 50_257, 50_256  # known without its files: token lists need no more
-_UINT16_SIZE = 65_500  # megatron-core's own threshold between uint16 and int32
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Vocabulary:
 
     @property
     def dtype(self) -> np.dtype:
-        """Type of the ids on disk: what megatron-core takes for this size."""
-        return np.dtype(np.uint16 if self.size < _UINT16_SIZE else np.int32)
+        """Type of the ids on disk."""
+        return id_dtype(self.size)
 
     @property
     def identity(self) -> str:

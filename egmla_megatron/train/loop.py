@@ -66,7 +66,7 @@ class Trainer:
         if self.cfg.train.exit_after_steps:
             last = min(last, self.step + self.cfg.train.exit_after_steps)
         signal = 0
-        while self.step < last and not signal:
+        while self.step < last:
             signal, save_now = self._one_step(batches)
             if signal:
                 break

@@ -10,9 +10,8 @@ from typing import IO, Any, cast
 import torch
 import torch.distributed as dist
 
-from egmla_megatron.checkpoint.choose import check_compatible, choose_checkpoint
+from egmla_megatron.checkpoint.choose import choose_checkpoint
 from egmla_megatron.checkpoint.load import load_checkpoint
-from egmla_megatron.checkpoint.manifest import read_manifest
 from egmla_megatron.config.check import Layout
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.data.batch import Batch, batch_iterator
@@ -49,8 +48,8 @@ def prepare(cfg: RunConfig, world: World) -> Prepared:
     Raises:
         UserError: on every rank, where one of them cannot go on.
     """
-    lock = together(world, lambda: _claim(cfg) if world.is_first else None)
-    checkpoint = _same_checkpoint(together(world, lambda: _choose(cfg) if world.is_first else None), world)
+    lock, choice = together(world, lambda: _claim(cfg) if world.is_first else (None, None))
+    checkpoint = _same_checkpoint(choice, world)
     seed_everything(cfg.run.seed, world)
     datasets = _datasets(cfg, world.layout)
     built = build_model(cfg, world)
@@ -96,20 +95,15 @@ def together[T](world: World, action: Callable[[], T]) -> T:
     return cast(T, result)
 
 
-def _claim(cfg: RunConfig) -> IO[str]:
-    """Make the run folder this job's own, and recognisable as a run's."""
+def _claim(cfg: RunConfig) -> tuple[IO[str], Path | None]:
+    """Make the run folder this job's own, and recognisable as a run's; (its lock, the checkpoint to start from).
+
+    The checkpoint is chosen behind the lock: a job that just ended there may have saved since the start's checks.
+    """
     path = Path(cfg.run.dir)
     if not (path / "config.yaml").is_file():
         write_config(cfg)
-    return lock_run_dir(path)
-
-
-def _choose(cfg: RunConfig) -> Path | None:
-    """Once the folder is ours: a job that just ended there may have saved since the checks before the start."""
-    checkpoint = choose_checkpoint(cfg)
-    if checkpoint is not None:
-        check_compatible(cfg, checkpoint, read_manifest(checkpoint), None)
-    return checkpoint
+    return lock_run_dir(path), choose_checkpoint(cfg)
 
 
 def _datasets(cfg: RunConfig, layout: Layout) -> Datasets:

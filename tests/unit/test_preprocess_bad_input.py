@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
-import struct
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,9 +14,7 @@ import pytest
 
 from egmla_megatron.errors import UserError
 from egmla_megatron.preprocess import command
-from egmla_megatron.preprocess import part as part_module
-from egmla_megatron.preprocess.disk import writing_to
-from egmla_megatron.preprocess.options import Options, prefix_from
+from egmla_megatron.preprocess.options import Options
 from egmla_megatron.preprocess.vocabulary import Vocabulary
 from tests.preprocess import documents, ended, parts_of, run, stored, write_jsonl, write_lines, write_parquet
 
@@ -204,71 +197,6 @@ def test_text_that_is_no_utf8(tmp_path: Path) -> None:
         run(tmp_path / "other", parquet, **{**options, "vocab_size": 600})
 
 
-def test_end_of_document_id_beyond_the_vocabulary(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "x.jsonl", GOOD)
-    with pytest.raises(UserError, match=r"--eos-id: got 100, allowed 0 to 99 \(--vocab-size 100\)"):
-        run(tmp_path / "out", path, eos_id=100)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"validation_fraction": 1.0}, "--validation-fraction: got 1.0"),
-        ({"validation_fraction": float("nan")}, "--validation-fraction: got nan"),
-        ({"workers": 0}, "--workers: got 0"),
-        ({"seed": -1}, "--seed: got -1"),
-        ({"vocab_size": 0}, "--vocab-size: got 0, allowed 1 to"),
-        ({"vocab_size": 10**14}, "--vocab-size: got 1000000"),
-        ({"by_cluster": True}, "--by-cluster: no input has a column cluster_id"),
-        ({"text_column": "tokens"}, "--tokens-column and --text-column"),
-    ],
-)
-def test_options_without_meaning(tmp_path: Path, options: Any, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        run(tmp_path / "out", write_jsonl(tmp_path / "x.jsonl", GOOD), **options)
-
-
-def test_the_same_input_twice(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "x.jsonl", GOOD)
-    with pytest.raises(UserError, match="is given twice"):
-        run(tmp_path / "out", path, str(tmp_path / "*.jsonl"))
-
-
-def test_the_same_file_by_another_name(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "x.jsonl", GOOD)
-    (tmp_path / "link.jsonl").symlink_to(path)
-    with pytest.raises(UserError, match="is given twice"):
-        run(tmp_path / "out", path, str(tmp_path / "link.jsonl"))
-
-
-def test_an_empty_input_is_not_the_current_folder(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--input: got an empty name"):
-        run(tmp_path / "out", "")
-
-
-def test_outputs_among_the_inputs_are_not_read_again(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "x.jsonl", GOOD)
-    run(tmp_path / "first", str(tmp_path))
-    run(tmp_path / "second", str(tmp_path))
-    assert stored(tmp_path / "second") == stored(tmp_path / "first")
-
-
-def test_clusters_that_are_no_whole_numbers_are_none(tmp_path: Path) -> None:
-    table = pa.table({"tokens": GOOD[:2], "cluster_id": [1.5, -3.0]})
-    pq.write_table(table, tmp_path / "x.parquet")
-    run(tmp_path / "out", str(tmp_path / "x.parquet"))
-    with pytest.raises(UserError, match="--by-cluster: no input has a column cluster_id of whole numbers"):
-        run(tmp_path / "clusters", str(tmp_path / "x.parquet"), by_cluster=True)
-
-
-@pytest.mark.parametrize("text", ["", ".", "..", "/", "made/", "x.bin", "x.idx", "n" * 250, "/proc/none/x"])
-def test_output_prefixes_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="--output-prefix: got"):
-        prefix_from(text)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_an_output_that_exists(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "x.jsonl", GOOD)
     run(tmp_path / "out", path)
@@ -320,67 +248,3 @@ def test_an_input_that_changed_since(tmp_path: Path) -> None:
         write_jsonl(tmp_path / "x.jsonl", [*GOOD, [1]])
         with pytest.raises(UserError, match="shards of another run: inputs"):
             run(tmp_path / "out", path)
-
-
-def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """/dev/full answers every write as a full disk does."""
-    if not Path("/dev/full").exists():
-        pytest.skip("no /dev/full on this system")
-    path = write_jsonl(tmp_path / "x.jsonl", GOOD)
-    original = part_module.part_file
-
-    def full(folder: Path, number: int, suffix: str) -> Path:
-        name = original(folder, number, suffix)
-        if suffix.startswith("bin.") and not name.is_symlink():
-            name.symlink_to("/dev/full")
-        return name
-
-    with monkeypatch.context() as patch:
-        patch.setattr(part_module, "part_file", full)
-        with pytest.raises(UserError, match=r"cannot be written \(No space left on device\); free space.*are kept"):
-            run(tmp_path / "out", path)
-    assert not list(tmp_path.glob("out.*in")) and Path("/dev/full").exists()
-    run(tmp_path / "out", path)  # space is there again
-
-
-def test_a_file_size_limit_in_a_real_run(tmp_path: Path, root: Path) -> None:
-    """The operating system refuses to let the file grow: one line, exit code 2, nothing half-written in place."""
-    path = write_jsonl(tmp_path / "x.jsonl", documents(4000))
-    code = (
-        "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000)); "
-        "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
-    )
-    tool = [sys.executable, "-c", code, root / "tools" / "preprocess_data.py"]
-    arguments = ["--input", path, "--output-prefix", tmp_path / "out", "--vocab-size", "100", "--eos-id", "99"]
-    done = subprocess.run([*tool, *arguments], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-    assert "cannot be written (File too large)" in done.stderr
-    assert not [file for file in tmp_path.glob("out*") if file.suffix in (".bin", ".idx", ".json")]
-
-
-def test_an_output_folder_that_cannot_be_made(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "x.jsonl", GOOD)
-    with pytest.raises(UserError, match="cannot be written"):
-        run(Path(path) / "out", path)  # below a file
-    if os.geteuid():
-        (tmp_path / "locked").mkdir(mode=0o555)
-        with pytest.raises(UserError, match=r"cannot be written \(Permission denied\)"):
-            run(tmp_path / "locked" / "out", path)
-
-
-def test_disk_errors_and_no_others_become_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"x: cannot be written \(Read-only file system\)"), writing_to(Path("x")):
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-    with pytest.raises(OSError, match="Input/output error"), writing_to(Path("x")):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-
-def test_a_document_too_long_for_the_format(tmp_path: Path) -> None:
-    import numpy as np
-
-    from egmla_megatron.data.index_file import write_index
-
-    with pytest.raises(UserError, match="document 1: got 2147483648 tokens, allowed 2147483647"):
-        write_index(tmp_path / "x.idx", np.array([1, 2**31]), np.dtype(np.uint16))
-    write_index(tmp_path / "x.idx", np.array([1, 2**31 - 1]), np.dtype(np.uint16))
-    assert struct.unpack_from("<ii", (tmp_path / "x.idx").read_bytes(), 34) == (1, 2**31 - 1)

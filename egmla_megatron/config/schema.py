@@ -130,6 +130,10 @@ class ParallelConfig:
     virtual_pipeline: int = 1  # model chunks per stage, 1: plain 1F1B
     sequence: bool = False  # sequence parallelism over the TP ranks
     gate_group: int = 1  # W: ranks that share one gating table, from TP x CP x DP
+    # how the group brings gate embeddings home: each rank's own tokens' columns, or everybody's by one all-gather
+    gate_exchange: Literal["all_to_all", "all_gather"] = "all_to_all"
+    gate_granularity: Literal["fused", "per_layer"] = "fused"  # one collective for all layers of a stage, or one each
+    unique_ids: bool = True  # look up, exchange and project every distinct token id of a micro-batch once
     implementation: Literal["auto", "te", "torch"] = "auto"  # auto: te where it is importable and CUDA is there
     attention_backend: Literal["auto", "te_fused", "cudnn", "flash", "efficient", "math"] = "auto"
     overlap_grad_reduce: bool = False  # reduce gradients while backward runs

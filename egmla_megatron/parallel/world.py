@@ -34,6 +34,7 @@ class World:
     groups: ProcessGroupCollection  # megatron-core's groups: tp, pp, cp, dp, ep, expt_dp, ...
     gate: ProcessGroup  # gate group: W ranks that share one sharded table, own communicator
     gate_replicas: ProcessGroup  # ranks with the same columns of the same tables
+    gate_shards: tuple[tuple[int, int], ...]  # (data-parallel rank, context-parallel rank) of each gate group member
     control: ProcessGroup  # gloo group of all ranks for flags and objects: never touches the GPU
     store: Any  # key-value store of the rendezvous, for signs of life
 
@@ -92,6 +93,13 @@ def _own_communicator(ranks_of_mine: list[int], size: int, timeout: timedelta) -
     return mine
 
 
+def _data_shards(groups: ProcessGroupCollection, gate: ProcessGroup, size: int) -> tuple[tuple[int, int], ...]:
+    """Which part of the data every member of the gate group reads: its loader can then know the others' ids."""
+    everyone: list[Any] = [None] * size
+    dist.all_gather_object(everyone, (groups.dp.rank(), groups.cp.rank()))
+    return tuple(everyone[rank] for rank in dist.get_process_group_ranks(gate))
+
+
 def open_world(cfg: RunConfig, layout: Layout) -> World:
     """Start the process groups. Call once, after `check_config` said the layout can work.
 
@@ -136,6 +144,7 @@ def form_groups(cfg: RunConfig, layout: Layout, local_rank: int, device: torch.d
         groups=groups,
         gate=gate,
         gate_replicas=groups.expt_dp,
+        gate_shards=_data_shards(groups, gate, size),
         control=dist.new_group(backend="gloo", timeout=timeout),
         store=store,
     )

@@ -137,6 +137,7 @@ class ParallelConfig:
     implementation: Literal["auto", "te", "torch"] = "auto"  # auto: te where it is importable and CUDA is there
     attention_backend: Literal["auto", "te_fused", "cudnn", "flash", "efficient", "math"] = "auto"
     overlap_grad_reduce: bool = False  # reduce gradients while backward runs
+    grad_bucket_params: int = 0  # parameters in one message of an overlapped reduction, 0: megatron-core's 40M
     overlap_param_gather: bool = False  # gather distributed-optimizer parameters while forward runs
 
 

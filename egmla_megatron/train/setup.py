@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from egmla_megatron.checkpoint.choose import choose_checkpoint
 from egmla_megatron.checkpoint.load import load_checkpoint
-from egmla_megatron.config.check import Layout
+from egmla_megatron.config.check import Layout, micro_batch_unit
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.data.batch import Batch, batch_iterator
 from egmla_megatron.data.dataset import Datasets, build_datasets, micro_batch_indices
@@ -33,7 +33,7 @@ class Prepared:
     cfg: RunConfig
     world: World
     built: BuiltModel
-    model: Any  # DDP-wrapped
+    model: list[Any]  # the DDP-wrapped chunks
     optimizer: Any
     schedule: Any
     datasets: Datasets
@@ -131,21 +131,27 @@ def training_batches(run: Prepared) -> Iterator[Batch]:
         dp_rank=world.dp_rank,
         dp_size=world.layout.dp,
     )
-    return batch_iterator(run.datasets.train, indices, world.device, num_workers=cfg.data.num_workers)
+    return batch_iterator(
+        run.datasets.train,
+        indices,
+        world.device,
+        num_workers=cfg.data.num_workers,
+        context=(world.groups.cp.rank(), world.layout.cp),
+    )
 
 
 def _validation_samples(cfg: RunConfig, layout: Layout, available: int) -> int:
-    """Samples of one evaluation over all ranks: whole micro-batches for every rank.
+    """Samples of one evaluation over all ranks: whole micro-batches for every rank, and as many as its schedule needs.
 
     Raises:
-        UserError: less validation data than one micro-batch per rank.
+        UserError: less validation data than that.
     """
-    at_once = cfg.train.micro_batch_size * layout.dp
+    at_once = cfg.train.micro_batch_size * layout.dp * micro_batch_unit(cfg)
     samples = min(cfg.train.eval_batches * cfg.train.global_batch_size, available) // at_once * at_once
     if samples == 0:
         raise UserError(
             f"data.valid: got {available} samples of {cfg.train.seq_length} tokens, allowed at least {at_once} "
-            "(micro_batch_size x data-parallel ranks); use more validation text"
+            "(micro_batch_size x data-parallel ranks, and x stages of an interleaved pipeline); use more validation text"
         )
     return samples
 
@@ -158,7 +164,8 @@ def validation_batches(run: Prepared) -> tuple[Iterator[Batch], int]:
     samples = _validation_samples(cfg, world.layout, available)
     micro_batch, dp = cfg.train.micro_batch_size, world.layout.dp
     indices = micro_batch_indices(0, samples, available, micro_batch=micro_batch, dp_rank=world.dp_rank, dp_size=dp)
-    batches = batch_iterator(run.datasets.valid, indices, world.device, num_workers=0)
+    context = (world.groups.cp.rank(), world.layout.cp)
+    batches = batch_iterator(run.datasets.valid, indices, world.device, num_workers=0, context=context)
     return batches, samples // (micro_batch * dp)
 
 

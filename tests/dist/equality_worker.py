@@ -25,7 +25,7 @@ from egmla_megatron.config.check import check_config
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.data.batch import Batch
 from egmla_megatron.data.dataset import micro_batch_indices
-from egmla_megatron.model.build import build_model
+from egmla_megatron.model.build import BuiltModel, build_model
 from egmla_megatron.model.names import global_names
 from egmla_megatron.parallel.world import World, close_world, form_groups, open_world, seed_everything
 from egmla_megatron.train.optimizer import build_optimizer, build_schedule, wrap_ddp
@@ -33,6 +33,7 @@ from egmla_megatron.train.step import evaluate, train_step
 from tests.dist.layouts import COMPARED, cases, run_config
 
 SAMPLES = 24
+TABLE = "gate_table.weight"
 Snapshot = dict[str, Any]
 
 
@@ -52,12 +53,22 @@ def batches(cfg: RunConfig, world: World, first: int) -> Iterator[Batch]:
         dp_size=world.layout.dp,
     )
     for rows in chosen:
-        yield Batch(ids_NS[rows, :-1], ids_NS[rows, 1:], mask_NS[rows], positions.expand(len(rows), -1))
+        batch = Batch(ids_NS[rows, :-1], ids_NS[rows, 1:], mask_NS[rows], positions.expand(len(rows), -1))
+        yield batch.context_part(world.groups.cp.rank(), world.layout.cp)
 
 
-def whole_gradients(model: Any) -> None:
+def named_parameters(built: BuiltModel) -> dict[str, Any]:
+    """Parameters by global name; `gate_table.weight@1` is the table of the stage's second chunk."""
+    return {
+        f"{TABLE}@{chunk}" if name == TABLE else name: parameter
+        for chunk, module in enumerate(built.chunks)
+        for name, parameter in global_names(module)
+    }
+
+
+def whole_gradients(model: list[Any]) -> None:
     """After a distributed optimizer's reduce-scatter every rank holds its shard of a bucket: bring them together."""
-    for group in model.bucket_groups + model.expert_parallel_bucket_groups:
+    for group in [group for chunk in model for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups]:
         if not group.ddp_config.use_distributed_optimizer:
             continue
         members = group.intra_distributed_optimizer_instance_group
@@ -76,7 +87,7 @@ def train(cfg: RunConfig, world: World) -> tuple[Snapshot, dict[str, Any]]:
     model = wrap_ddp(cfg, built, world)
     optimizer = build_optimizer(cfg, model, built)
     schedule = build_schedule(cfg, optimizer, 0)
-    named = dict(global_names(built.module))
+    named = named_parameters(built)
     snapshot: Snapshot = {"initial": copies(named)}
     step = train_step(cfg, world, model, optimizer, batches(cfg, world, 0))
     whole_gradients(model)
@@ -99,10 +110,12 @@ def copies(named: dict[str, Any]) -> dict[str, Tensor]:
 
 def part(whole: Tensor, name: str, parameter: Any, cfg: RunConfig, world: World) -> Tensor:
     """The part of a whole tensor that this rank should hold, worked out from the layout alone."""
-    if name == "gate_table.weight":
+    base, _, chunk = name.partition("@")
+    if base == TABLE:
         columns = whole.shape[2] // world.layout.gate_group
-        layers = world.layout.layers_per_stage
-        first_layer, first_column = world.groups.pp.rank() * layers, world.gate.rank() * columns
+        layers = world.layout.layers_per_stage // world.layout.vp
+        first_layer = int(chunk) * layers * world.layout.pp + world.groups.pp.rank() * layers
+        first_column = world.gate.rank() * columns
         return whole[:, first_layer : first_layer + layers, first_column : first_column + columns]
     if not getattr(parameter, "tensor_model_parallel", False):
         return whole
@@ -121,7 +134,7 @@ def compare(mine: Snapshot, serial: Snapshot, named: dict[str, Any], cfg: RunCon
     for kind in ("initial", "gradient", "weight"):
         worst = (-1.0, "")
         for name, tensor in mine[kind].items():
-            whole = serial[kind][name]
+            whole = serial[kind][f"{TABLE}@0" if name.startswith(TABLE) else name]
             expected = part(whole, name, named[name], cfg, world)
             assert tensor.shape == expected.shape, (name, tensor.shape, expected.shape)
             scale = max(whole.abs().max().item(), 1e-3)
@@ -134,12 +147,12 @@ def drifted(named: dict[str, Any], world: World) -> list[str]:
     """Parameters that are not bit-identical on all ranks that hold a copy of them."""
     found = []
     for name, parameter in named.items():
-        if name == "gate_table.weight":
+        if name.startswith(TABLE):
             groups = [world.gate_replicas]
         elif getattr(parameter, "tensor_model_parallel", False):
-            groups = [world.groups.dp]
+            groups = [world.groups.dp_cp]
         else:
-            groups = [world.groups.dp, world.groups.tp]
+            groups = [world.groups.dp_cp, world.groups.tp]
         digest = hashlib.sha256(parameter.detach().numpy().tobytes()).hexdigest()
         for group in groups:
             digests: list[Any] = [None] * group.size()
@@ -160,7 +173,7 @@ def run_case(cfg: RunConfig, world: World, serial: Snapshot | None) -> tuple[Sna
 
 def all_cases(base: World, serial: dict[str, Snapshot]) -> dict[str, Any]:
     """Errors of every case. Cases of one layout follow each other: forming groups costs more than training."""
-    runs = {name: run_config(*name) for name in cases()}
+    runs = {name: run_config(*name) for name in cases(base.size)}
     found: dict[str, Any] = {}
     world = base
     for (model, layout), cfg in sorted(runs.items(), key=lambda item: str(check_config(item[1], base.size))):
@@ -174,7 +187,8 @@ def all_cases(base: World, serial: dict[str, Snapshot]) -> dict[str, Any]:
 
 def main(folder: Path, reference: Path | None) -> None:
     first = run_config("mla", "serial")
-    base = open_world(first, check_config(first, int(os.environ.get("WORLD_SIZE", "1"))))
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    base = open_world(first, check_config(first, ranks))
     found: dict[str, Any] = {}
     if reference is None:
         serial = {model: run_case(run_config(model, "serial"), base, None)[0] for model in COMPARED}

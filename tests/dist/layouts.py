@@ -1,6 +1,6 @@
 """The layouts that must all be one and the same training, and the models that are trained.
 
-Numbers of ranks are 2 throughout; the serial reference is the first layout on one rank.
+The serial reference is the first layout on one rank.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 from egmla_megatron.config.schema import ModelConfig, RunConfig
 from tests.tiny import MHA, PLAIN, tiny_model, tiny_run
 
-LAYOUTS: dict[str, dict[str, Any]] = {
+LAYOUTS: dict[str, dict[str, Any]] = {  # on two ranks
     "serial": {},  # on one rank
     "dp2": {},
     "dp2_distributed": {"distributed": True},
@@ -34,6 +34,39 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2_gate2_selective": {"tensor": 2, "gate_group": 2, "recompute": "selective"},
     "pp2": {"pipeline": 2},
     "pp2_distributed": {"pipeline": 2, "distributed": True},
+    "cp2": {"context": 2},
+    "cp2_distributed": {"context": 2, "distributed": True},
+    "cp2_gate2": {"context": 2, "gate_group": 2},
+    "cp2_gate2_full": {"context": 2, "gate_group": 2, "recompute": "full"},
+    "cp2_selective": {"context": 2, "recompute": "selective"},
+}
+INTERLEAVED: dict[str, dict[str, Any]] = {  # on two ranks, models of four layers
+    "pp2_vpp2": {"pipeline": 2, "virtual_pipeline": 2},
+    "pp2_vpp2_distributed": {"pipeline": 2, "virtual_pipeline": 2, "distributed": True},
+    "pp2_vpp2_overlap_param": {
+        "pipeline": 2,
+        "virtual_pipeline": 2,
+        "distributed": True,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+    },
+    "pp2_vpp2_full": {"pipeline": 2, "virtual_pipeline": 2, "recompute": "full"},
+}
+ON_FOUR: dict[str, dict[str, Any]] = {  # on four ranks, models of four layers
+    "tp2_sp_cp2_gate4": {"tensor": 2, "sequence": True, "context": 2, "gate_group": 4},
+    "tp2_cp2_distributed": {"tensor": 2, "context": 2, "distributed": True},
+    "cp2_dp2_gate4_distributed": {"context": 2, "gate_group": 4, "distributed": True},
+    "cp2_pp2_gate2": {"context": 2, "pipeline": 2, "gate_group": 2},
+    "cp4": {"context": 4},
+    "pp2_vpp2_dp2_gate2_overlap_param": {
+        "pipeline": 2,
+        "virtual_pipeline": 2,
+        "gate_group": 2,
+        "distributed": True,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+    },
+    "pp2_vpp2_cp2": {"pipeline": 2, "virtual_pipeline": 2, "context": 2},
 }
 COMPARED: dict[str, ModelConfig] = {
     "mul": tiny_model(),
@@ -41,23 +74,28 @@ COMPARED: dict[str, ModelConfig] = {
     "add_without_norm": tiny_model(gate="add", gate_norm=False),
     "mla": tiny_model(**PLAIN),
     "mha": tiny_model(**MHA),
+    "deep": tiny_model(num_layers=4, kv_emb_dim=8),
+    "deep_mha": tiny_model(num_layers=4, **MHA),
 }
 # No serial run draws the same numbers: here the replicas of a weight must stay identical, and that is all.
 DROPOUT = tiny_model(hidden_dropout=0.2, attention_dropout=0.2)
 OTHER_LAYOUTS = {
     "add_q_lora_untied": ("dp2_gate2_distributed", "tp2", "tp2_sp_gate2", "pp2_distributed"),
     "add_without_norm": ("tp2_gate2", "tp2_sp_gate2_selective"),
-    "mla": ("dp2_distributed", "tp2_distributed", "tp2_sp", "pp2"),
-    "mha": ("dp2", "tp2", "tp2_sp", "pp2"),
-    "dropout": ("dp2_gate2", "tp2", "tp2_gate2", "tp2_sp", "tp2_sp_gate2_full", "pp2"),
+    "mla": ("dp2_distributed", "tp2_distributed", "tp2_sp", "pp2", "cp2"),
+    "mha": ("dp2", "tp2", "tp2_sp", "pp2", "cp2", "cp2_selective"),
+    "dropout": ("dp2_gate2", "tp2", "tp2_gate2", "tp2_sp", "tp2_sp_gate2_full", "pp2", "cp2_gate2_full"),
+    "deep": tuple(INTERLEAVED),
+    "deep_mha": ("pp2_vpp2",),
 }
+FOUR_RANKS = {"deep": tuple(ON_FOUR), "deep_mha": ("tp2_cp2_distributed", "pp2_vpp2_cp2")}
 SECTION_OF = {"distributed": "optimizer", "recompute": "train"}
 
 
-def cases() -> list[tuple[str, str]]:
+def cases(ranks: int) -> list[tuple[str, str]]:
     """(model, layout) of every case: all layouts for the main model, those that differ for the others."""
-    found = [("mul", layout) for layout in LAYOUTS if layout != "serial"]
-    for model, layouts in OTHER_LAYOUTS.items():
+    found = [("mul", layout) for layout in LAYOUTS if layout != "serial"] if ranks == 2 else []
+    for model, layouts in (OTHER_LAYOUTS if ranks == 2 else FOUR_RANKS).items():
         found += [(model, layout) for layout in layouts]
     return found
 
@@ -71,6 +109,6 @@ def run_config(model: str, layout: str) -> RunConfig:
         "optimizer": {"eps": 1e-3, "clip_grad": 0.0, "weight_decay": 0.1, "gate_table_lr_ratio": 2.0},
         "parallel": {},
     }
-    for name, value in LAYOUTS[layout].items():
+    for name, value in {**LAYOUTS, **INTERLEAVED, **ON_FOUR}[layout].items():
         sections[SECTION_OF.get(name, "parallel")][name] = value
     return tiny_run(COMPARED.get(model, DROPOUT), **sections)

@@ -96,7 +96,7 @@ def test_bf16_matches_the_fp32_oracle(world: object, implementation: str, varian
     expected_loss, expected_grads = _oracle(built, model, ids_BS)
     ids = ids_BS.cuda()
     positions = torch.arange(128, device="cuda")[None].expand(2, -1)
-    loss = built.wrapped(ids[:, :-1], positions, None, labels=ids[:, 1:].contiguous()).float().mean()
+    loss = built.wrapped[0](ids[:, :-1], positions, None, labels=ids[:, 1:].contiguous()).float().mean()
     loss.backward()
     grads = {canonical_name(n): p.grad.float().cpu() for n, p in global_names(built.module)}
     got_grads = dict(to_hf_tensors(grads, model))

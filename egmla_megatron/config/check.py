@@ -60,7 +60,7 @@ def check_config(cfg: RunConfig, world_size: int) -> Layout:
 
 
 def micro_batch_unit(cfg: RunConfig) -> int:
-    """Returns what the micro-batches of a pass are a multiple of: an interleaved schedule takes one per stage at once."""
+    """Returns what the number of micro-batches must be a multiple of: interleaved stages take one each at a time."""
     return cfg.parallel.pipeline if cfg.parallel.virtual_pipeline > 1 else 1
 
 

@@ -61,7 +61,7 @@ def _param_overrides(cfg: RunConfig) -> dict[ParamKey, Any]:
 
 
 def build_optimizer(cfg: RunConfig, model: list[Any], built: BuiltModel) -> Any:
-    """One AdamW over all chunks, with sharded states when `optimizer.distributed`; gating tables go with the expert buffers."""
+    """One AdamW over all chunks; sharded states when `optimizer.distributed`; tables go with the expert buffers."""
     optimizer = get_megatron_optimizer(optimizer_config(cfg), model, config_overrides=_param_overrides(cfg))
     built.config.grad_scale_func = optimizer.scale_loss
     return optimizer

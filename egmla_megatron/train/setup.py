@@ -151,7 +151,8 @@ def _validation_samples(cfg: RunConfig, layout: Layout, available: int) -> int:
     if samples == 0:
         raise UserError(
             f"data.valid: got {available} samples of {cfg.train.seq_length} tokens, allowed at least {at_once} "
-            "(micro_batch_size x data-parallel ranks, and x stages of an interleaved pipeline); use more validation text"
+            "(micro_batch_size x data-parallel ranks, and x stages of an interleaved pipeline); "
+            "use more validation text"
         )
     return samples
 

@@ -116,9 +116,7 @@ def _apply(optimizer: Any, clip: float) -> tuple[float, bool]:
     return norm, bool(optimizer.step_with_ready_grads())
 
 
-def train_step(
-    cfg: RunConfig, world: World, model: list[Any], optimizer: Any, batches: Iterator[Batch]
-) -> StepResult:
+def train_step(cfg: RunConfig, world: World, model: list[Any], optimizer: Any, batches: Iterator[Batch]) -> StepResult:
     """Forward and backward over the global batch, then the optimizer. The host waits for the device only at the end,
     for the norm and the loss.
 

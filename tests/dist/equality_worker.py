@@ -38,11 +38,11 @@ Snapshot = dict[str, Any]
 
 
 def batches(cfg: RunConfig, world: World, first: int) -> Iterator[Batch]:
-    """Random sequences; the loss mask has holes, so that micro-batches weigh differently many tokens."""
+    """Random sequences; the loss mask has holes, so that micro-batches weigh differently many tokens, if it may."""
     generator = torch.Generator().manual_seed(5)
     length = cfg.train.seq_length
     ids_NS = torch.randint(cfg.model.vocab_size, (SAMPLES, length + 1), generator=generator)
-    mask_NS = (torch.rand(SAMPLES, length, generator=generator) > 0.3).float()
+    mask_NS = (torch.rand(SAMPLES, length, generator=generator) > 0.3 * cfg.data.eod_mask_loss).float()
     positions = torch.arange(length)
     chosen = micro_batch_indices(
         first,

@@ -54,7 +54,6 @@ INTERLEAVED: dict[str, dict[str, Any]] = {  # on two ranks, models of four layer
 }
 ON_FOUR: dict[str, dict[str, Any]] = {  # on four ranks, models of four layers
     "tp2_sp_cp2_gate4": {"tensor": 2, "sequence": True, "context": 2, "gate_group": 4},
-    "tp2_cp2_distributed": {"tensor": 2, "context": 2, "distributed": True},
     "cp2_dp2_gate4_distributed": {"context": 2, "gate_group": 4, "distributed": True},
     "cp2_pp2_gate2": {"context": 2, "pipeline": 2, "gate_group": 2},
     "cp4": {"context": 4},
@@ -74,6 +73,7 @@ COMPARED: dict[str, ModelConfig] = {
     "add_without_norm": tiny_model(gate="add", gate_norm=False),
     "mla": tiny_model(**PLAIN),
     "mha": tiny_model(**MHA),
+    "every_token": tiny_model(name="every_token"),
     "deep": tiny_model(num_layers=4, kv_emb_dim=8),
     "deep_mha": tiny_model(num_layers=4, **MHA),
 }
@@ -85,10 +85,22 @@ OTHER_LAYOUTS = {
     "mla": ("dp2_distributed", "tp2_distributed", "tp2_sp", "pp2", "cp2"),
     "mha": ("dp2", "tp2", "tp2_sp", "pp2", "cp2", "cp2_selective"),
     "dropout": ("dp2_gate2", "tp2", "tp2_gate2", "tp2_sp", "tp2_sp_gate2_full", "pp2", "cp2_gate2_full"),
+    "every_token": ("dp2_gate2", "tp2_sp_gate2", "pp2", "cp2_distributed", "cp2_gate2"),
     "deep": tuple(INTERLEAVED),
     "deep_mha": ("pp2_vpp2",),
 }
-FOUR_RANKS = {"deep": tuple(ON_FOUR), "deep_mha": ("tp2_cp2_distributed", "pp2_vpp2_cp2")}
+# a checkpoint is handed from each of these layouts to the next, on two ranks
+RESHARDED = {
+    "plain": ("pp2_vpp2", "cp2_gate2", "pp2_vpp2_full", "tp2_sp_gate2"),
+    "distributed": (
+        "pp2_vpp2_overlap_param",
+        "cp2_distributed",
+        "pp2_distributed",
+        "dp2_gate2_overlap_param",
+        "pp2_vpp2_distributed",
+    ),
+}
+FOUR_RANKS = {"deep": tuple(ON_FOUR)}
 SECTION_OF = {"distributed": "optimizer", "recompute": "train"}
 
 
@@ -104,7 +116,8 @@ def run_config(model: str, layout: str) -> RunConfig:
     """The run of a model under a layout: 4 micro-batches of 2 sequences a step, so gradients accumulate."""
     sections: dict[str, Any] = {
         "train": {"global_batch_size": 8},
-        "data": {"eod_mask_loss": True},  # the batches' masks have holes: the mean is over the tokens that count
+        # the batches' masks have holes: the mean is over the tokens that count
+        "data": {"eod_mask_loss": model != "every_token"},
         # a large eps: where a gradient is zero but for rounding, Adam's ratio would be rounding too
         "optimizer": {"eps": 1e-3, "clip_grad": 0.0, "weight_decay": 0.1, "gate_table_lr_ratio": 2.0},
         "parallel": {},

@@ -67,7 +67,7 @@ def _common(cfg: RunConfig, implementation: str, sdpa_backend: str) -> dict[str,
         "tensor_model_parallel_size": parallel.tensor,
         "pipeline_model_parallel_size": parallel.pipeline,
         "context_parallel_size": parallel.context,
-        "cp_comm_type": "p2p" if parallel.context > 1 else None,  # for TE: of its kinds the one that takes MLA's heads
+        "cp_comm_type": "p2p" if parallel.context > 1 else None,  # for TE: keys and values go round in a ring
         **_interleaving(parallel),
         "sequence_parallel": parallel.sequence,
         "use_cpu_initialization": not torch.cuda.is_available(),

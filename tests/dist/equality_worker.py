@@ -53,7 +53,8 @@ def batches(cfg: RunConfig, world: World, first: int) -> Iterator[Batch]:
         dp_size=world.layout.dp,
     )
     for rows in chosen:
-        batch = Batch(ids_NS[rows, :-1], ids_NS[rows, 1:], mask_NS[rows], positions.expand(len(rows), -1))
+        tensors = (ids_NS[rows, :-1], ids_NS[rows, 1:], mask_NS[rows], positions.expand(len(rows), -1))
+        batch = Batch(*(tensor.to(world.device) for tensor in tensors))
         yield batch.context_part(world.groups.cp.rank(), world.layout.cp)
 
 

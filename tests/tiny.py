@@ -21,27 +21,24 @@ from egmla_megatron.config.schema import (
     RunSection,
     TrainConfig,
 )
+from egmla_megatron.parallel.parity.cases import MHA, PLAIN, TINY
 
-# Every size that tensor parallelism cuts is even. The stds make gradients of the size of the weights.
-TINY = ModelConfig(
-    name="tiny",
-    num_layers=2,
-    hidden_size=24,
-    num_attention_heads=4,
-    intermediate_size=20,
-    qk_nope_head_dim=6,
-    qk_rope_head_dim=4,
-    v_head_dim=5,
-    kv_lora_rank=8,
-    kv_emb_dim=6,
-    vocab_size=64,
-    max_position_embeddings=32,
-    init_std=0.2,
-)
+__all__ = [
+    "GATES",
+    "MHA",
+    "PLAIN",
+    "TINY",
+    "gate_variants",
+    "random_batches",
+    "random_documents",
+    "tiny_model",
+    "tiny_run",
+    "write_dataset",
+    "write_run",
+]
+
 # a newcomer's gate is tested like the others; test_gates.py holds this to GATES of attention/gated_kv_up.py
 GATES = tuple(gate for gate in get_args(get_type_hints(ModelConfig)["gate"]) if gate != "none")
-PLAIN: dict[str, Any] = {"gate": "none", "kv_emb_dim": 0}
-MHA: dict[str, Any] = {**PLAIN, "attention": "mha", "v_head_dim": 6}
 
 
 def tiny_model(**changes: Any) -> ModelConfig:

@@ -23,7 +23,7 @@ from egmla_megatron.checkpoint.manifest import (
     find_checkpoint,
     read_manifest,
 )
-from egmla_megatron.checkpoint.state import model_state, optimizer_state, restore_rng, rng_state
+from egmla_megatron.checkpoint.state import chunk_name, model_state, optimizer_state, restore_rng, rng_state
 from egmla_megatron.config.load import from_dict
 from egmla_megatron.config.schema import ModelConfig, RunConfig
 from egmla_megatron.errors import UserError
@@ -87,13 +87,14 @@ def _read(state: dict[str, Any], path: Path) -> Any:
 
 
 def load_weights(built: BuiltModel, weights: Mapping[str, Any], path: Path) -> None:
-    """Put loaded weights into the model. Raises UserError naming what is missing or left over."""
-    missing, unexpected = built.module.load_state_dict(weights, strict=False)
-    missing = [name for name in missing if not name.endswith("_extra_state")]
-    if missing or unexpected:
-        raise UserError(
-            f"checkpoint: {path} does not fit the model: missing {missing[:4]}, unexpected {unexpected[:4]}"
-        )
+    """Put loaded weights (as `model_state`) into the model. Raises UserError naming what is missing or left over."""
+    for index, chunk in enumerate(built.chunks):
+        missing, unexpected = chunk.load_state_dict(weights[chunk_name(index)], strict=False)
+        missing = [name for name in missing if not name.endswith("_extra_state")]
+        if missing or unexpected:
+            raise UserError(
+                f"checkpoint: {path} does not fit the model: missing {missing[:4]}, unexpected {unexpected[:4]}"
+            )
 
 
 LAYER_STACK = re.compile(r"^decoder\.layers\.(?!\d)(.+)$")

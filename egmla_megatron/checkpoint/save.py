@@ -42,7 +42,7 @@ class Saver:
     """Saves a run's checkpoints into RUN_DIR/checkpoints. Every method is called by every rank.
 
     Args:
-        model: the DDP-wrapped module, whose parameters may still be waiting to be gathered.
+        model: the DDP-wrapped chunks, whose parameters may still be waiting to be gathered.
         on_saved: called on rank 0 with (step, path, seconds) once a checkpoint is complete.
     """
 
@@ -51,7 +51,7 @@ class Saver:
         cfg: RunConfig,
         world: World,
         built: BuiltModel,
-        model: Any,
+        model: list[Any],
         optimizer: Any,
         data_fingerprint: str,
         on_saved: Callable[[int, Path, float], None],
@@ -111,7 +111,8 @@ class Saver:
 
     def _state(self) -> dict[str, Any]:
         if self.cfg.parallel.overlap_param_gather:
-            self.model.start_param_sync(force_sync=True)  # the optimizer's step left that to the next forward
+            for chunk in self.model:
+                chunk.start_param_sync(force_sync=True)  # the optimizer's step left that to the next forward
         model = model_state(self.built, self.world)
         optimizer = optimizer_state(self.optimizer, model, self.world, loading=False)
         return {"model": model, "optimizer": optimizer, "rng": rng_state(self.world)}

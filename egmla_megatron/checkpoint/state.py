@@ -14,14 +14,23 @@ from egmla_megatron.checkpoint.buckets import mend_padded_buckets
 from egmla_megatron.model.build import BuiltModel
 from egmla_megatron.parallel.world import World
 
-__all__ = ["model_state", "optimizer_state", "restore_rng", "rng_state"]
+__all__ = ["chunk_name", "model_state", "optimizer_state", "restore_rng", "rng_state"]
 
 
 def model_state(built: BuiltModel, world: World) -> dict[str, Any]:
-    """Sharded tensors of the model. Extra states of Transformer Engine (FP8 only) are left out, so that TE and
-    torch layers read each other's checkpoints."""
-    state = built.module.sharded_state_dict(metadata={"dp_cp_group": world.groups.dp_cp})
-    return {key: value for key, value in state.items() if not key.endswith("_extra_state")}
+    """Sharded tensors of every chunk of the model, under `chunk_name`. Their keys and offsets know the layers of the
+    whole model only, so the number of chunks may differ when they are loaded. Extra states of Transformer Engine (FP8
+    only) are left out, so that TE and torch layers read each other's checkpoints."""
+    found = {}
+    for index, chunk in enumerate(built.chunks):
+        state = chunk.sharded_state_dict(metadata={"dp_cp_group": world.groups.dp_cp})
+        found[chunk_name(index)] = {key: value for key, value in state.items() if not key.endswith("_extra_state")}
+    return found
+
+
+def chunk_name(index: int) -> str:
+    """Key of a chunk in `model_state`."""
+    return f"chunk_{index}"
 
 
 def optimizer_state(optimizer: Any, model: dict[str, Any], world: World, *, loading: bool) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Every rule raises UserError with what is wrong, what was got, what is allowed an
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from egmla_megatron.config.check_model import check_model
@@ -12,7 +13,7 @@ from egmla_megatron.config.ranges import check_ranges
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.config.workable import divisors, nearest, nearest_divisor, nearest_multiple, refuse
 
-__all__ = ["Layout", "check_config"]
+__all__ = ["Layout", "check_config", "micro_batch_unit"]
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Layout:
     world_size: int
     tp: int
     pp: int
+    vp: int  # model chunks per stage
     cp: int
     dp: int  # data-parallel replicas of the dense weights
     gate_group: int  # W: ranks that share one gating table
@@ -34,7 +36,6 @@ def check_config(cfg: RunConfig, world_size: int) -> Layout:
     """Returns the layout of `cfg` on `world_size` ranks. Raises UserError when it cannot run."""
     check_ranges(cfg)
     check_model(cfg.model)
-    _check_supported(cfg)
     dp = _data_parallel_size(cfg, world_size)
     _check_tensor(cfg)
     _check_layers(cfg)
@@ -48,6 +49,7 @@ def check_config(cfg: RunConfig, world_size: int) -> Layout:
         world_size=world_size,
         tp=parallel.tensor,
         pp=parallel.pipeline,
+        vp=parallel.virtual_pipeline,
         cp=parallel.context,
         dp=dp,
         gate_group=parallel.gate_group,
@@ -57,13 +59,9 @@ def check_config(cfg: RunConfig, world_size: int) -> Layout:
     )
 
 
-def _check_supported(cfg: RunConfig) -> None:
-    """Refuses by name what the schema has room for and the code has not."""
-    if cfg.parallel.context > 1:
-        refuse("context parallelism is not supported yet", cfg.parallel.context, "1", "set parallel.context=1")
-    if cfg.parallel.virtual_pipeline > 1:
-        fix = "set parallel.virtual_pipeline=1"
-        refuse("virtual pipeline stages are not supported yet", cfg.parallel.virtual_pipeline, "1", fix)
+def micro_batch_unit(cfg: RunConfig) -> int:
+    """Returns what the number of micro-batches must be a multiple of: interleaved stages take one each at a time."""
+    return cfg.parallel.pipeline if cfg.parallel.virtual_pipeline > 1 else 1
 
 
 def _data_parallel_size(cfg: RunConfig, world_size: int) -> int:
@@ -76,8 +74,8 @@ def _data_parallel_size(cfg: RunConfig, world_size: int) -> int:
             "number of ranks is no multiple of parallel.tensor x parallel.pipeline x parallel.context",
             f"{world_size} ranks for {parallel.tensor} x {parallel.pipeline} x {parallel.context}",
             f"multiples of {model_parallel}",
-            f"start {nearest_multiple(world_size, model_parallel)} ranks, or make parallel.tensor or "
-            "parallel.pipeline smaller",
+            f"start {nearest_multiple(world_size, model_parallel)} ranks, or make parallel.tensor, "
+            "parallel.pipeline or parallel.context smaller",
         )
     return world_size // model_parallel
 
@@ -139,21 +137,7 @@ def _check_sequence(cfg: RunConfig) -> None:
             "parallel.sequence=true with parallel.tensor > 1",
             "set parallel.sequence=false",
         )
-    if parallel.sequence and train.seq_length % parallel.tensor:
-        refuse(
-            f"train.seq_length is no multiple of parallel.tensor = {parallel.tensor} (parallel.sequence=true)",
-            train.seq_length,
-            f"multiples of {parallel.tensor}",
-            f"set train.seq_length={nearest_multiple(train.seq_length, parallel.tensor)}",
-        )
-    chunks = 2 * parallel.context
-    if parallel.context > 1 and train.seq_length % chunks:
-        refuse(
-            f"train.seq_length is no multiple of 2 x parallel.context = {chunks}",
-            train.seq_length,
-            f"multiples of {chunks}",
-            f"set train.seq_length={nearest_multiple(train.seq_length, chunks)}",
-        )
+    _check_sequence_parts(cfg)
     if train.seq_length > model.max_position_embeddings:
         kind = "learned positions" if model.attention == "mha" else "context of the model (RoPE is not scaled)"
         refuse(
@@ -161,6 +145,24 @@ def _check_sequence(cfg: RunConfig) -> None:
             train.seq_length,
             f"up to {model.max_position_embeddings}",
             f"set train.seq_length={model.max_position_embeddings} or model.max_position_embeddings={train.seq_length}",
+        )
+
+
+def _check_sequence_parts(cfg: RunConfig) -> None:
+    """Two chunks per context-parallel rank, and both together in equal pieces for the tensor-parallel ranks."""
+    context, length = cfg.parallel.context, cfg.train.seq_length
+    tensor = cfg.parallel.tensor if cfg.parallel.sequence else 1
+    unit = context * (math.lcm(2, tensor) if context > 1 else tensor)
+    whats = [f"2 x parallel.context = {2 * context}"] if context > 1 else []
+    if tensor > 1:
+        whats.append(("parallel.context x " if context > 1 else "") + f"parallel.tensor = {context * tensor}")
+    if length % unit:
+        refuse(
+            f"train.seq_length is no multiple of {' and '.join(whats)}"
+            + (" (parallel.sequence=true)" if tensor > 1 else ""),
+            length,
+            f"multiples of {unit}",
+            f"set train.seq_length={nearest_multiple(length, unit)}",
         )
 
 
@@ -195,6 +197,16 @@ def _check_batch(cfg: RunConfig, dp: int) -> None:
             train.global_batch_size,
             f"multiples of {per_pass}",
             f"set train.global_batch_size={nearest_multiple(train.global_batch_size, per_pass)}",
+        )
+    unit = micro_batch_unit(cfg)
+    if train.global_batch_size // per_pass % unit:
+        refuse(
+            f"an interleaved pipeline (parallel.virtual_pipeline={cfg.parallel.virtual_pipeline}) needs a number of "
+            f"micro-batches that is a multiple of parallel.pipeline = {unit}",
+            f"{train.global_batch_size // per_pass} micro-batches of {train.micro_batch_size} x {dp} sequences",
+            f"train.global_batch_size in multiples of {per_pass * unit}",
+            f"set train.global_batch_size={nearest_multiple(train.global_batch_size, per_pass * unit)}, "
+            "or parallel.virtual_pipeline=1",
         )
 
 

@@ -12,7 +12,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from egmla_megatron.config.schema import RunConfig
+from egmla_megatron.config.schema import ParallelConfig, RunConfig
 
 __all__ = ["EGMLATransformerConfig", "ddp_config", "optimizer_config", "transformer_config"]
 
@@ -69,6 +69,8 @@ def _common(cfg: RunConfig, implementation: str, sdpa_backend: str) -> dict[str,
         "tensor_model_parallel_size": parallel.tensor,
         "pipeline_model_parallel_size": parallel.pipeline,
         "context_parallel_size": parallel.context,
+        "cp_comm_type": "p2p" if parallel.context > 1 else None,  # for TE: keys and values go round in a ring
+        **_interleaving(parallel),
         "sequence_parallel": parallel.sequence,
         "use_cpu_initialization": not torch.cuda.is_available(),
         "deterministic_mode": False,  # megatron-core's switch only checks environment variables; see parallel.world
@@ -83,6 +85,18 @@ def _common(cfg: RunConfig, implementation: str, sdpa_backend: str) -> dict[str,
         "transformer_impl": "transformer_engine" if te else "local",
         "sdpa_backend": sdpa_backend,
         **recompute,
+    }
+
+
+def _interleaving(parallel: ParallelConfig) -> dict[str, Any]:
+    """Nothing for a plain pipeline. Batched transfers between two stages would mix up the chunks (megatron-core's own
+    trainer refuses them), so each is an operation of its own."""
+    if parallel.virtual_pipeline == 1:
+        return {}
+    return {
+        "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline,
+        "overlap_p2p_comm": True,
+        "batch_p2p_comm": False,
     }
 
 

@@ -27,22 +27,26 @@ __all__ = ["BuiltModel", "EGMLAModel", "build_model"]
 class EGMLAModel(GPTModel):
     """GPTModel whose stage owns its layers' gating tables and hands the gate embeddings to the layers.
 
+    Under an interleaved pipeline a stage is several of these, its chunks, each with the table of its own layers.
+
     Args:
         world: process groups; the gate group and its replicas place the table.
         total_layers: layers of the whole model.
+        vp_stage: number of the chunk in its stage; None: the stage is one chunk.
         Others as GPTModel.
     """
 
-    def __init__(self, config: Any, spec: Any, *, world: World, total_layers: int, **kwargs: Any) -> None:
-        super().__init__(config, spec, pg_collection=world.groups, **kwargs)
+    def __init__(
+        self, config: Any, spec: Any, *, world: World, total_layers: int, vp_stage: int | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(config, spec, pg_collection=world.groups, vp_stage=vp_stage, **kwargs)
         self.gate_table: GateTable | None = None
         if getattr(config, "kv_emb_dim", 0):
-            pp_rank = world.groups.pp.rank()
             self.gate_table = GateTable(
                 config,
                 vocab_size=self.vocab_size,
                 num_layers=len(self.decoder.layers),
-                layer_offset=get_transformer_layer_offset(config, None, pp_rank),
+                layer_offset=get_transformer_layer_offset(config, vp_stage, world.groups.pp.rank()),
                 total_layers=total_layers,
                 group=world.gate,
                 replicas=world.gate_replicas,
@@ -74,13 +78,19 @@ class EGMLAModel(GPTModel):
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A model and what was chosen for it."""
+    """This rank's part of a model and what was chosen for it."""
 
-    module: EGMLAModel  # the bare model: parameters and sharded_state_dict
-    wrapped: nn.Module  # module, or a Float16Module around it for bf16
+    chunks: tuple[EGMLAModel, ...]  # in the order of their layers; one unless the pipeline is interleaved
+    wrapped: tuple[nn.Module, ...]  # the chunks, or Float16Modules around them for bf16
     config: Any  # megatron-core transformer config; schedules read their hooks from it
     implementation: str  # te or torch
     attention_backend: str  # te_fused or an SDPA kernel
+
+    @property
+    def module(self) -> EGMLAModel:
+        """The only chunk."""
+        (chunk,) = self.chunks
+        return chunk
 
 
 def _resolve_attention(cfg: RunConfig, implementation: str) -> tuple[str, str]:
@@ -114,20 +124,31 @@ def build_model(cfg: RunConfig, world: World) -> BuiltModel:
         implementation = "torch"
     backend, kernel = _resolve_attention(cfg, implementation)
     config = transformer_config(cfg, implementation, kernel)
-    module = EGMLAModel(
+    chunks = tuple(_build_chunk(cfg, world, config, implementation, index) for index in range(world.layout.vp))
+    bf16 = cfg.train.precision == "bf16"
+    wrapped = tuple(Float16Module(config, chunk) if bf16 else chunk for chunk in chunks)
+    return BuiltModel(chunks, wrapped, config, implementation, backend)
+
+
+def _build_chunk(cfg: RunConfig, world: World, config: Any, implementation: str, index: int) -> EGMLAModel:
+    """Chunk `index` of this stage: megatron-core deals the layers out to all stages, then to all once more, ..."""
+    last = world.layout.vp - 1
+    vp_stage = index if last else None  # None is megatron-core's word for a pipeline that is not interleaved
+    pp_rank = world.groups.pp.rank()
+    chunk = EGMLAModel(
         config,
-        block_spec(config, implementation, world.groups.pp.rank()),
+        block_spec(config, implementation, pp_rank, vp_stage),
         world=world,
         total_layers=cfg.model.num_layers,
+        vp_stage=vp_stage,
         vocab_size=cfg.model.vocab_size,
         max_sequence_length=cfg.model.max_position_embeddings,
-        pre_process=world.groups.pp.rank() == 0,
-        post_process=world.is_last_stage,
+        pre_process=pp_rank == 0 and index == 0,
+        post_process=world.is_last_stage and index == last,
         share_embeddings_and_output_weights=cfg.model.tie_word_embeddings,
         position_embedding_type="learned_absolute" if cfg.model.attention == "mha" else "rope",
         rotary_base=int(cfg.model.rope_theta),
     )
-    module.to(device=world.device, dtype=config.params_dtype)
-    initialize_weights(module, cfg.model, cfg.run.seed, world)
-    wrapped = Float16Module(config, module) if cfg.train.precision == "bf16" else module
-    return BuiltModel(module, wrapped, config, implementation, backend)
+    chunk.to(device=world.device, dtype=config.params_dtype)
+    initialize_weights(chunk, cfg.model, cfg.run.seed, world)
+    return chunk

@@ -7,11 +7,12 @@ rank keeps its part: TP, PP, DP and W change nothing (on one kind of device).
 from __future__ import annotations
 
 import zlib
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from egmla_megatron.attention.token_table import GateTable
 from egmla_megatron.config.schema import ModelConfig
 from egmla_megatron.errors import UserError
 from egmla_megatron.model.names import global_names
@@ -58,11 +59,11 @@ def _part(full: Tensor, parameter: Any, gated_mlp: bool, world: World) -> Tensor
     return torch.cat([half.chunk(tp.size(), parameter.partition_dim)[tp.rank()] for half in halves], 0)
 
 
-def _fill_table(parameter: nn.Parameter, model: ModelConfig, seed: int, world: World) -> None:
+def _fill_table(table: GateTable, model: ModelConfig, seed: int) -> None:
     """One layer at a time: the whole table of a large model would not fit beside the model."""
+    parameter, first = table.weight, table.layer_offset
     vocab, layers, columns = parameter.shape
-    first = world.groups.pp.rank() * layers
-    begin = world.gate.rank() * columns
+    begin = table.group.rank() * columns
     for layer in range(layers):
         shape = (vocab, model.kv_emb_dim)
         full = _draw(f"{TABLE}.{first + layer}", shape, model.gate_table_init_std, seed, parameter.device)
@@ -71,10 +72,10 @@ def _fill_table(parameter: nn.Parameter, model: ModelConfig, seed: int, world: W
 
 @torch.no_grad()
 def initialize_weights(module: nn.Module, model: ModelConfig, seed: int, world: World) -> None:
-    """Fill every weight of an `EGMLAModel` (or megatron-core GPTModel) in place."""
+    """Fill every weight of a chunk, an `EGMLAModel` (or megatron-core GPTModel), in place."""
     for name, parameter in global_names(module):
         if name == TABLE:
-            _fill_table(parameter, model, seed, world)
+            _fill_table(cast(GateTable, module.gate_table), model, seed)
             continue
         std = weight_std(name, model)
         if std is None:

@@ -25,7 +25,10 @@ def canonical_name(name: str) -> str:
 
 
 def global_names(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Parameters with the layer's number in the model, not in the stage; a tied output layer is the embedding."""
+    """Parameters of a chunk with the layer's number in the model; a tied output layer is the embedding.
+
+    The gating tables of the chunk's layers are one parameter, so every chunk of a stage has a `gate_table.weight`.
+    """
     for name, parameter in module.named_parameters():
         if name == "output_layer.weight" and getattr(parameter, "shared_embedding", False):
             name = EMBEDDING

@@ -102,8 +102,10 @@ def layer_spec(config: Any, implementation: str) -> ModuleSpec:
     return ModuleSpec(module=module, submodules=replace(layer, self_attention=attention))
 
 
-def block_spec(config: Any, implementation: str, pp_rank: int) -> TransformerBlockSubmodules:
-    """Specs of all layers of this pipeline stage and of the final norm."""
+def block_spec(
+    config: Any, implementation: str, pp_rank: int, vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
+    """Specs of all layers of this pipeline stage, or of its chunk `vp_stage`, and of the final norm."""
     spec = layer_spec(config, implementation)
     if implementation == "te":
         from megatron.core.extensions.transformer_engine import TENorm
@@ -111,5 +113,5 @@ def block_spec(config: Any, implementation: str, pp_rank: int) -> TransformerBlo
         norm: Any = TENorm
     else:
         norm = TorchRMSNorm if config.normalization == "RMSNorm" else TorchLayerNorm
-    count = get_num_layers_to_build(config, pp_rank=pp_rank)
+    count = get_num_layers_to_build(config, vp_stage, pp_rank)
     return TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=norm)

@@ -27,7 +27,9 @@ def configuration(metrics: RunMetrics) -> str:
     model, parallel, train = cfg.model, cfg.parallel, cfg.train
     count = count_parameters(model)
     start = metrics.starts[-1] if metrics.starts else {}
-    layout = f"TP {parallel.tensor}, PP {parallel.pipeline}, gate group {parallel.gate_group}"
+    chunks = f" x {parallel.virtual_pipeline} chunks" if parallel.virtual_pipeline > 1 else ""
+    layout = f"TP {parallel.tensor}, PP {parallel.pipeline}{chunks}, CP {parallel.context}, "
+    layout += f"gate group {parallel.gate_group}"
     rows = [
         ["model", f"{model.name}: {model.num_layers} layers, hidden {model.hidden_size}"],
         ["attention", _attention(cfg)],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -22,11 +22,24 @@ __all__ = ["adopt_hyperparameters", "build_optimizer", "build_schedule", "loadin
 STYLES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "wsd": "WSD"}
 
 
-def wrap_ddp(cfg: RunConfig, built: BuiltModel, world: World) -> Any:
-    """megatron-core's DDP around the model, and the schedule hooks in the transformer config."""
-    model = DistributedDataParallel(built.config, ddp_config(cfg), built.wrapped, pg_collection=world.groups)
+def wrap_ddp(cfg: RunConfig, built: BuiltModel, world: World) -> list[Any]:
+    """megatron-core's DDP around every chunk of the model, and the schedule hooks in the transformer config."""
+    settings = ddp_config(cfg)
+    model = [
+        # as megatron-core's trainer does: only the first chunk's gradients, the last to come, are worth cutting up
+        DistributedDataParallel(built.config, settings, chunk, index > 0, pg_collection=world.groups)
+        for index, chunk in enumerate(built.wrapped)
+    ]
+
+    @contextmanager
+    def no_sync() -> Iterator[None]:
+        with ExitStack() as stack:
+            for chunk in model:
+                stack.enter_context(chunk.no_sync())
+            yield
+
     if cfg.parallel.overlap_grad_reduce:
-        built.config.no_sync_func = model.no_sync
+        built.config.no_sync_func = no_sync
     built.config.finalize_model_grads_func = finalize_model_grads
     return model
 
@@ -47,9 +60,9 @@ def _param_overrides(cfg: RunConfig) -> dict[ParamKey, Any]:
     return {vectors: {"wd_mult": 0.0}, ParamKey(name="*gate_table.weight"): table}
 
 
-def build_optimizer(cfg: RunConfig, model: Any, built: BuiltModel) -> Any:
-    """AdamW with sharded states when `optimizer.distributed`; gating tables go with the expert buffers."""
-    optimizer = get_megatron_optimizer(optimizer_config(cfg), [model], config_overrides=_param_overrides(cfg))
+def build_optimizer(cfg: RunConfig, model: list[Any], built: BuiltModel) -> Any:
+    """One AdamW over all chunks; sharded states when `optimizer.distributed`; tables go with the expert buffers."""
+    optimizer = get_megatron_optimizer(optimizer_config(cfg), model, config_overrides=_param_overrides(cfg))
     built.config.grad_scale_func = optimizer.scale_loss
     return optimizer
 

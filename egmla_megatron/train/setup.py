@@ -13,7 +13,7 @@ import torch.distributed as dist
 from egmla_megatron.attention.gate_ids import GatePlan
 from egmla_megatron.checkpoint.choose import choose_checkpoint
 from egmla_megatron.checkpoint.load import load_checkpoint
-from egmla_megatron.config.check import Layout
+from egmla_megatron.config.check import Layout, micro_batch_unit
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.data.batch import Batch, DataShare, batch_iterator
 from egmla_megatron.data.dataset import Datasets, build_datasets, micro_batch_indices
@@ -34,7 +34,7 @@ class Prepared:
     cfg: RunConfig
     world: World
     built: BuiltModel
-    model: Any  # DDP-wrapped
+    model: list[Any]  # the DDP-wrapped chunks
     optimizer: Any
     schedule: Any
     datasets: Datasets
@@ -152,17 +152,18 @@ def training_batches(run: Prepared) -> Iterator[Batch]:
 
 
 def _validation_samples(cfg: RunConfig, layout: Layout, available: int) -> int:
-    """Samples of one evaluation over all ranks: whole micro-batches for every rank.
+    """Samples of one evaluation over all ranks: whole micro-batches for every rank, and as many as its schedule needs.
 
     Raises:
-        UserError: less validation data than one micro-batch per rank.
+        UserError: less validation data than that.
     """
-    at_once = cfg.train.micro_batch_size * layout.dp
+    at_once = cfg.train.micro_batch_size * layout.dp * micro_batch_unit(cfg)
     samples = min(cfg.train.eval_batches * cfg.train.global_batch_size, available) // at_once * at_once
     if samples == 0:
         raise UserError(
             f"data.valid: got {available} samples of {cfg.train.seq_length} tokens, allowed at least {at_once} "
-            "(micro_batch_size x data-parallel ranks); use more validation text"
+            "(micro_batch_size x data-parallel ranks, and x stages of an interleaved pipeline); "
+            "use more validation text"
         )
     return samples
 

@@ -33,6 +33,13 @@ def format_duration(seconds: float) -> str:
     return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
 
 
+def _ranks(layout: Mapping[str, Any]) -> str:
+    """A layout in a few words."""
+    chunks = f" x {layout['vp']} chunks" if layout["vp"] > 1 else ""
+    context = f" CP {layout['cp']}" if layout["cp"] > 1 else ""
+    return f"TP {layout['tp']} PP {layout['pp']}{chunks}{context} DP {layout['dp']} gate group {layout['gate_group']}"
+
+
 class Console:
     """One aligned line per event on stdout."""
 
@@ -52,8 +59,7 @@ class Console:
             f"start    step {e['step']} of {e['total_steps']}, {resumed}; {e['world_size']} x {e['device']}, "
             f"layers by {e['implementation']}, attention {e['attention_backend']}, "
             f"{e['active_params'] / 1e6:.1f}M active + {e['gate_table_params'] / 1e6:.1f}M table parameters, "
-            f"TP {e['layout']['tp']} PP {e['layout']['pp']} DP {e['layout']['dp']} "
-            f"gate group {e['layout']['gate_group']}"
+            + _ranks(e["layout"])
         )
 
     @staticmethod

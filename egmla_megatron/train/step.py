@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -44,13 +45,40 @@ def _forward_step(iterator: Iterator[Batch], model: Any) -> tuple[Tensor, Callab
     return model(*inputs, labels=batch.labels_BS, gate_ids=batch.gate_ids), loss_function
 
 
+def _for_each_chunk(batches: Iterator[Batch], chunks: int) -> list[Iterator[Batch]]:
+    """Iterators that all give the same micro-batches, whichever asks first; a batch is kept until the last has it.
+
+    Every chunk needs the ids for its tables. No chunk waits for another rank here: sending tokens along inside the
+    schedule would deadlock it.
+    """
+    waiting: list[deque[Batch]] = [deque() for _ in range(chunks)]
+
+    def of_chunk(mine: deque[Batch]) -> Iterator[Batch]:
+        while True:
+            if not mine:
+                batch = next(batches)
+                for each in waiting:
+                    each.append(batch)
+            yield mine.popleft()
+
+    return [of_chunk(mine) for mine in waiting]
+
+
 def _run_schedule(
-    cfg: RunConfig, model: Any, batches: Iterator[Batch], num_microbatches: int, *, forward_only: bool
+    cfg: RunConfig,
+    world: World,
+    model: list[Any],
+    batches: Iterator[Batch],
+    num_microbatches: int,
+    *,
+    forward_only: bool,
 ) -> list[dict[str, Tensor]]:
-    return get_forward_backward_func()(
+    chunks = len(model)
+    schedule = get_forward_backward_func(pp_size=world.layout.pp, vp_size=chunks if chunks > 1 else None)
+    return schedule(
         forward_step_func=_forward_step,
-        data_iterator=batches,
-        model=[model],
+        data_iterator=_for_each_chunk(batches, chunks),
+        model=model,
         num_microbatches=num_microbatches,
         seq_length=cfg.train.seq_length,
         micro_batch_size=cfg.train.micro_batch_size,
@@ -89,22 +117,31 @@ def _apply(optimizer: Any, clip: float) -> tuple[float, bool]:
     return norm, bool(optimizer.step_with_ready_grads())
 
 
-def train_step(cfg: RunConfig, world: World, model: Any, optimizer: Any, batches: Iterator[Batch]) -> StepResult:
+def train_step(cfg: RunConfig, world: World, model: list[Any], optimizer: Any, batches: Iterator[Batch]) -> StepResult:
     """Forward and backward over the global batch, then the optimizer. The host waits for the device only at the end,
-    for the norm and the loss."""
-    model.zero_grad_buffer()
+    for the norm and the loss.
+
+    Args:
+        model: the DDP-wrapped chunks of this rank.
+        batches: this rank's micro-batches.
+    """
+    for chunk in model:
+        chunk.zero_grad_buffer()
     optimizer.zero_grad()
-    outputs = _run_schedule(cfg, model, batches, world.layout.num_microbatches, forward_only=False)
+    outputs = _run_schedule(cfg, world, model, batches, world.layout.num_microbatches, forward_only=False)
     loss = _mean_loss(outputs, world)
     norm, applied = _apply(optimizer, cfg.optimizer.clip_grad)
     return StepResult(float(loss), norm, applied)
 
 
 @torch.no_grad()
-def evaluate(cfg: RunConfig, world: World, model: Any, batches: Iterator[Batch], num_microbatches: int) -> float:
+def evaluate(cfg: RunConfig, world: World, model: list[Any], batches: Iterator[Batch], num_microbatches: int) -> float:
     """Mean loss in nats per token over `num_microbatches` per rank, dropout off."""
-    model.eval()
+    for chunk in model:
+        chunk.eval()
     try:
-        return float(_mean_loss(_run_schedule(cfg, model, batches, num_microbatches, forward_only=True), world))
+        outputs = _run_schedule(cfg, world, model, batches, num_microbatches, forward_only=True)
+        return float(_mean_loss(outputs, world))
     finally:
-        model.train()
+        for chunk in model:
+            chunk.train()

@@ -1,39 +1,54 @@
-"""Every layout on two gloo ranks is the same training as one rank: weights, loss, gradients, norm, three steps."""
+"""Every layout on one, two or four gloo ranks is the same training as one rank: what the parity command proves."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.dist.harness import results, start_worker
-from tests.dist.layouts import cases
+from egmla_megatron.parallel.parity.__main__ import RANKS, prove
+from egmla_megatron.parallel.parity.cases import all_cases
+from egmla_megatron.parallel.parity.table import format_table
+from egmla_megatron.parallel.parity.verdict import NUMBER_ERROR, TENSOR_ERROR, passes
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(500)]
-ERROR = 1e-5  # relative; see the measured errors in the assertion of test_equals_one_rank
-NUMBERS = ("loss", "grad_norm", "last_loss", "last_grad_norm", "evaluation")
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Per rank: case -> errors. One start of the ranks for all cases, since imports cost more than training."""
-    folder = tmp_path_factory.mktemp("equality")
-    results(start_worker(1, "equality_worker.py", folder / "serial"), folder / "serial", 1)
-    job = start_worker(2, "equality_worker.py", folder / "two", str(folder / "serial"))
-    return results(job, folder / "two", 2)
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """Case -> errors of every rank. One start of the ranks for all cases, since imports cost more than training."""
+    folder: Path = tmp_path_factory.mktemp("parity")
+    everything = prove(RANKS, "*", folder)
+    print(format_table(everything)[0])
+    return everything
 
 
-@pytest.mark.parametrize("case", ["-".join(case) for case in cases() if case[0] != "dropout"])
-def test_equals_one_rank(found: list[dict[str, Any]], case: str) -> None:
-    for rank in found:
-        errors = rank[case]
-        assert errors["drifted"] == []
-        assert errors["initial"] == 0
-        assert all(errors[key] <= 1e-6 for key in NUMBERS), errors
-        assert errors["gradient"] <= ERROR and errors["weight"] <= ERROR, errors
+@pytest.mark.parametrize(
+    ("ranks", "name"),
+    [(ranks, case.name) for ranks in RANKS for case in all_cases(ranks) if case.layout != "serial"],
+)
+def test_equals_one_rank(found: dict[str, list[dict[str, Any]]], ranks: int, name: str) -> None:
+    """With dropout no serial run draws the same numbers: copies of a weight on several ranks must stay identical."""
+    assert len(found[name]) == ranks
+    for errors in found[name]:
+        assert passes(errors), errors
+        assert ("loss" in errors) != name.startswith("dropout")
 
 
-@pytest.mark.parametrize("case", ["-".join(case) for case in cases() if case[0] == "dropout"])
-def test_replicas_stay_identical_with_dropout(found: list[dict[str, Any]], case: str) -> None:
-    """Ranks that hold a copy of a weight must see the same dropout, or their copies drift apart unnoticed."""
-    assert all(rank[case]["drifted"] == [] for rank in found)
+def test_the_verdict_can_be_no() -> None:
+    good: dict[str, Any] = {"drifted": [], "initial": 0.0, "gradient": 0.0, "weight": 0.0, "gradient_at": "a", "weight_at": "a"}
+    good |= dict.fromkeys(("loss", "grad_norm", "last_loss", "last_grad_norm", "evaluation"), 0.0)
+    bad: list[dict[str, Any]] = [
+        {"drifted": ["a"]},
+        {"initial": 1e-9},
+        {"gradient": 2 * TENSOR_ERROR},
+        {"weight": float("nan")},
+        {"grad_norm": 2 * NUMBER_ERROR},
+        {"evaluation": float("nan")},
+    ]
+    assert passes(good) and format_table({"case": [good]})[1]
+    for change in bad:
+        assert not passes(good | change)
+        table, passed = format_table({"case": [good, good | change]})
+        assert not passed and "0 of 1 cases" in table and ("DIFFERENT" in table) == ("drifted" not in change)

@@ -75,6 +75,9 @@ def test_killed_run_with_distributed_optimizer_and_dropout(tmp_path: Path) -> No
     assert_same_run(run, reference)
 
 
+DEEP = tiny_model(num_layers=4)  # enough for two chunks on each of two stages
+
+
 def sections_with(distributed: bool, **parallel: Any) -> dict[str, Any]:
     """Without dropout, which no other layout repeats; a large eps keeps Adam from making steps of rounding."""
     optimizer = {"distributed": distributed, "lr": 1e-2, "warmup_steps": 2, "eps": 1e-3}
@@ -85,7 +88,7 @@ def sections_with(distributed: bool, **parallel: Any) -> dict[str, Any]:
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A whole run on two ranks that share the gating tables, with the plain optimizer."""
     folder = tmp_path_factory.mktemp("reference")
-    config, run = write_run(folder, "whole", **sections_with(False, gate_group=2))
+    config, run = write_run(folder, "whole", DEEP, **sections_with(False, gate_group=2))
     start_trainer(2, folder / "log", config).succeed()
     assert sorted(trained(run)) == list(range(1, STEPS + 1))
     return run
@@ -103,10 +106,10 @@ def assert_close_run(run: Path, reference: Path) -> None:
 
 
 def test_plain_optimizer_on_the_same_and_on_another_number_of_ranks(tmp_path: Path, reference: Path) -> None:
-    config, same = write_run(tmp_path, "same", **sections_with(False, gate_group=2))
+    config, same = write_run(tmp_path, "same", DEEP, **sections_with(False, gate_group=2))
     copy_checkpoint(reference, same)
     job = start_trainer(2, tmp_path / "same.log", config)
-    config, alone = write_run(tmp_path, "alone", **sections_with(False))
+    config, alone = write_run(tmp_path, "alone", DEEP, **sections_with(False))
     copy_checkpoint(reference, alone)
     start_trainer(1, tmp_path / "alone.log", config).succeed()
     job.succeed()
@@ -117,13 +120,20 @@ def test_plain_optimizer_on_the_same_and_on_another_number_of_ranks(tmp_path: Pa
     assert_close_run(alone, reference)
 
 
-def test_pipeline_with_distributed_optimizer_goes_on_with_tensor_parallelism(tmp_path: Path, reference: Path) -> None:
-    config, run = write_run(tmp_path, "run", **sections_with(True, pipeline=2))
-    start_trainer(2, tmp_path / "first.log", config, f"train.exit_after_steps={2 * SAVED}").succeed()
-    config, _ = write_run(tmp_path, "run", **sections_with(True, tensor=2, sequence=True, gate_group=2))
-    start_trainer(2, tmp_path / "second.log", config).succeed()
-    assert [start["step"] for start in events(run, "start")] == [0, 2 * SAVED]
+def test_every_kind_of_parallelism_goes_on_with_the_others_run(tmp_path: Path, reference: Path) -> None:
+    """One run with the distributed optimizer, under another layout after each start."""
+    layouts: list[dict[str, Any]] = [
+        {"pipeline": 2},
+        {"context": 2, "gate_group": 2},
+        {"pipeline": 2, "virtual_pipeline": 2, "overlap_grad_reduce": True, "overlap_param_gather": True},
+        {"tensor": 2, "sequence": True, "gate_group": 2},
+    ]
+    for number, layout in enumerate(layouts):
+        config, run = write_run(tmp_path, "run", DEEP, **sections_with(True, **layout))
+        start_trainer(2, tmp_path / f"{number}.log", config, f"train.exit_after_steps={SAVED}").succeed()
+    assert [start["step"] for start in events(run, "start")] == [0, SAVED, 2 * SAVED, 3 * SAVED]
     assert_close_run(run, reference)
+    assert validated(run) == pytest.approx(validated(reference), rel=1e-6)
 
 
 def copy_checkpoint(reference: Path, run: Path) -> None:

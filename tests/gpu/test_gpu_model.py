@@ -102,7 +102,7 @@ def test_bf16_matches_the_fp32_oracle(world: object, implementation: str, varian
     plan = GatePlan(((0, 0),), 0, "all_to_all", unique, model.vocab_size)
     gate_ids = plan.plan({(0, 0): ids_BS[:, :-1]}).to(ids.device) if model.gated else None
     labels = ids[:, 1:].contiguous()
-    loss = built.wrapped(ids[:, :-1], positions, None, labels=labels, gate_ids=gate_ids).float().mean()
+    loss = built.wrapped[0](ids[:, :-1], positions, None, labels=labels, gate_ids=gate_ids).float().mean()
     loss.backward()
     grads = {canonical_name(n): p.grad.float().cpu() for n, p in global_names(built.module)}
     got_grads = dict(to_hf_tensors(grads, model))

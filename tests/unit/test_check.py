@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from egmla_megatron.config import check
 from egmla_megatron.config.check import Layout, check_config
 from egmla_megatron.config.load import load_config
 from egmla_megatron.config.workable import nearest, nearest_multiple
@@ -30,6 +29,7 @@ def test_layout() -> None:
         world_size=16,
         tp=2,
         pp=2,
+        vp=1,
         cp=1,
         dp=4,
         gate_group=4,
@@ -46,6 +46,8 @@ def test_layout() -> None:
         (["parallel.gate_group=8"], 8),
         (["parallel.tensor=4", "parallel.gate_group=2", "parallel.sequence=true"], 4),
         (["parallel.pipeline=12"], 12),
+        (["parallel.pipeline=2", "parallel.virtual_pipeline=3"], 2),
+        (["parallel.context=2", "parallel.tensor=2", "parallel.sequence=true", "parallel.gate_group=4"], 8),
         (["model.q_lora_rank=6", "parallel.tensor=2"], 2),
         (_PLAIN, 3),
         (_MHA, 2),
@@ -117,8 +119,27 @@ _REFUSED = [
         "Transformer Engine",
         "set parallel.attention_backend=auto",
     ),
-    (["parallel.context=2"], 2, "context parallelism is not supported yet", "set parallel.context=1"),
-    (["parallel.virtual_pipeline=2"], 1, "not supported yet", "set parallel.virtual_pipeline=1"),
+    (["parallel.context=2"], 3, "parallel.context", "start 4 ranks"),
+    (["parallel.context=3"], 3, "2 x parallel.context = 6", "set train.seq_length=1026"),
+    (
+        ["parallel.context=2", "parallel.tensor=4", "parallel.sequence=true", "train.seq_length=1004"],
+        8,
+        "2 x parallel.context = 4 and parallel.context x parallel.tensor = 8 (parallel.sequence=true)",
+        "set train.seq_length=1008",
+    ),
+    (["parallel.virtual_pipeline=2"], 1, "there is one", "set parallel.virtual_pipeline=1"),
+    (
+        ["parallel.virtual_pipeline=4", "parallel.pipeline=2"],
+        2,
+        "6 layers of a stage",
+        "set parallel.virtual_pipeline=3",
+    ),
+    (
+        ["parallel.virtual_pipeline=2", "parallel.pipeline=2", "train.global_batch_size=40"],
+        2,
+        "an interleaved pipeline (parallel.virtual_pipeline=2)",
+        "set train.global_batch_size=48",
+    ),
     (["model.kv_group_size=2"], 1, "layer groups are not implemented yet", "set model.kv_group_size=1"),
     (["model.qk_rope_head_dim=31"], 1, "model.qk_rope_head_dim", "set model.qk_rope_head_dim=32"),
     (["model.gate=none"], 1, "model.kv_emb_dim", "set model.kv_emb_dim=0"),
@@ -238,27 +259,6 @@ def test_the_largest_seed_is_the_one_that_shuffles() -> None:
     np.random.RandomState(4294967295)
     with pytest.raises(ValueError, match="between 0 and"):
         np.random.RandomState(4294967296)
-
-
-# Behind the refusal of these features by name; kept right for the day it falls.
-@pytest.mark.parametrize(
-    ("overrides", "rule", "what", "fix"),
-    [
-        (["parallel.context=3"], check._check_sequence, "2 x parallel.context = 6", "set train.seq_length=1026"),
-        (["parallel.virtual_pipeline=2"], check._check_layers, "there is one", "set parallel.virtual_pipeline=1"),
-        (
-            ["parallel.virtual_pipeline=4", "parallel.pipeline=2"],
-            check._check_layers,
-            "6 layers of a stage",
-            "set parallel.virtual_pipeline=3",
-        ),
-    ],
-)
-def test_rules_of_features_to_come(overrides: list[str], rule, what: str, fix: str) -> None:
-    with pytest.raises(UserError) as caught:
-        rule(load_config("pretrain_base", overrides))
-    assert what in str(caught.value)
-    assert fix in str(caught.value)
 
 
 def test_every_run_configuration_fits_one_host(root: Path) -> None:

@@ -103,7 +103,7 @@ def test_exact_resume_with_several_gradient_buckets(
     overlap = {"implementation": "torch", "overlap_grad_reduce": True}
     cfg = tiny_run(folder=str(tmp_path), optimizer={"distributed": True, "lr": 1e-2}, parallel=overlap)
     first = Run(world, cfg)
-    assert len(first.model.buffers[0].buckets) > 3
+    assert len(first.model[0].buffers[0].buckets) > 3
     first.take(2)
     path = first.save()
     first.take(3)

@@ -77,7 +77,7 @@ def draw_batch(model: ModelConfig, shape: tuple[int, int], seed: int = 0) -> tup
 
 def loss_of(built: Any, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     ids, labels, positions = batch
-    return built.wrapped(ids, positions, None, labels=labels).float().mean()
+    return built.wrapped[0](ids, positions, None, labels=labels).float().mean()
 
 
 def gradients(built: Any) -> dict[str, Tensor]:
@@ -103,7 +103,7 @@ def test_equals_the_oracle(world: Any, model: ModelConfig, shape: tuple[int, int
     built = build(world, model)
     reference = oracle(built, model)
     ids, labels, positions = draw_batch(model, shape)
-    logits = built.wrapped(ids, positions, None)
+    logits = built.wrapped[0](ids, positions, None)
     expected = reference(ids)
     assert (logits.double() - expected).abs().max().item() <= ERROR * max(1.0, expected.abs().max().item())
     loss = loss_of(built, (ids, labels, positions))
@@ -178,7 +178,7 @@ def test_dropout_is_drawn_anew_and_off_in_evaluation(world: Any) -> None:
     model = tiny_model(hidden_dropout=0.2, attention_dropout=0.2)
     built, batch = build(world, model), draw_batch(model, (2, 8))
     assert loss_of(built, batch).item() != loss_of(built, batch).item()
-    built.wrapped.eval()
+    built.wrapped[0].eval()
     assert loss_of(built, batch).item() == pytest.approx(oracle(built, model).loss(*batch[:2]).item(), abs=1e-6)
 
 

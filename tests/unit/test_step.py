@@ -131,7 +131,7 @@ def test_evaluation_leaves_the_run_alone(world: Any) -> None:
     before, generator = run.weights(), torch.get_rng_state()
     loss = evaluate(run.cfg, run.world, run.model, iter(batches), 3)
     assert torch.equal(generator, torch.get_rng_state())
-    assert run.model.training
+    assert run.model[0].training
     assert all(torch.equal(before[name], tensor) for name, tensor in run.weights().items())
     assert loss == pytest.approx(oracle_step(run, batches)[0], rel=1e-6)  # no dropout in the oracle
 

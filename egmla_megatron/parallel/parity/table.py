@@ -1,0 +1,35 @@
+"""The proof as a table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from egmla_megatron.parallel.parity.verdict import NUMBER_ERROR, TENSOR_ERROR, passes
+
+__all__ = ["format_table"]
+
+_COLUMNS = (("loss", ("loss", "last_loss", "evaluation")), ("grad norm", ("grad_norm", "last_grad_norm")))
+
+
+def _line(name: str, ranks: list[dict[str, Any]]) -> list[str]:
+    if "loss" not in ranks[0]:
+        drifted = sorted({parameter for errors in ranks for parameter in errors["drifted"]})
+        verdict = f"DRIFTED: {drifted[0]}" if drifted else "replicas identical"
+        return [name, str(len(ranks)), "-", "-", "-", "-", verdict]
+    numbers = [f"{max(errors[key] for errors in ranks for key in keys):.1e}" for _, keys in _COLUMNS]
+    gradient, at = max((errors["gradient"], errors["gradient_at"]) for errors in ranks)
+    weight = max(errors["weight"] for errors in ranks)
+    verdict = "equal" if all(map(passes, ranks)) else f"DIFFERENT ({at})"
+    return [name, str(len(ranks)), *numbers, f"{gradient:.1e}", f"{weight:.1e}", verdict]
+
+
+def format_table(found: dict[str, list[dict[str, Any]]]) -> tuple[str, bool]:
+    """(table of case -> errors of every rank, whether all passed). Errors are the worst over ranks."""
+    head = ["case", "ranks", *(title for title, _ in _COLUMNS), "gradients", "weights", "against one rank"]
+    rows = [head, *(_line(name, ranks) for name, ranks in found.items())]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    failed = [name for name, ranks in found.items() if not all(map(passes, ranks))]
+    summary = f"{len(found) - len(failed)} of {len(found)} cases equal one rank"
+    limits = f"loss and norm to {NUMBER_ERROR:g} relative, gradients and weights to {TENSOR_ERROR:g} of the largest"
+    return "\n".join([*lines, "", f"{summary} ({limits} element; worst over the ranks; fp32, five steps)"]), not failed

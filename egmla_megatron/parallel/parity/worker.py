@@ -1,0 +1,71 @@
+"""One rank of the proof: `python -m egmla_megatron.parallel.parity.worker FOLDER PATTERN`, started by the command.
+
+One rank writes the serial references to FOLDER/serial.pt; every rank of a job compares its own part of every tensor,
+so replicas that drift apart are seen too, and leaves FOLDER/ranks<N>_<rank>.json.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import fnmatch
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from egmla_megatron.config.check import check_config
+from egmla_megatron.parallel.parity.cases import Case, all_cases, case_config
+from egmla_megatron.parallel.parity.compare import compare, drifted
+from egmla_megatron.parallel.parity.training import Snapshot, train_case
+from egmla_megatron.parallel.world import World, close_world, form_groups, open_world
+
+TIME_LIMIT_S = 500  # a hang says where
+
+
+def _run(case: Case, world: World, serial: dict[str, Snapshot]) -> dict[str, Any]:
+    """Errors of a case. A serial case becomes the reference of its model."""
+    cfg = case_config(case)
+    snapshot, named = train_case(cfg, world)
+    found: dict[str, Any] = {"drifted": drifted(named, world)}
+    if case.layout == "serial":
+        serial[case.model] = snapshot
+        return {}
+    if case.model in serial:
+        found |= compare(snapshot, serial[case.model], named, cfg, world)
+    return found
+
+
+def _all(cases: list[Case], world: World, serial: dict[str, Snapshot]) -> dict[str, Any]:
+    """Cases of one layout follow each other: forming groups costs more than training."""
+    base, found = world, {}
+    for case in sorted(cases, key=lambda case: (case.layout != "serial", case.layout)):
+        wanted = check_config(case_config(case), base.size)
+        if wanted != world.layout:
+            world = form_groups(case_config(case), wanted, base.local_rank, base.device, base.store)
+        print(f"rank {base.rank}: {case.name}", flush=True)  # read when a case fails or hangs
+        found[case.name] = _run(case, world, serial)
+    return {name: errors for name, errors in found.items() if errors}
+
+
+def main(folder: Path, pattern: str) -> None:
+    """Train the cases of this number of ranks that match."""
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    reference = folder / "serial.pt"
+    cases = all_cases(ranks)
+    chosen = [case for case in cases if case.layout == "serial" or fnmatch.fnmatch(case.name, pattern)]
+    first = case_config(chosen[0])
+    world = open_world(first, check_config(first, ranks))
+    serial: dict[str, Snapshot] = torch.load(reference) if ranks > 1 else {}
+    found = _all(chosen, world, serial)
+    if ranks == 1:
+        torch.save(serial, reference)
+    (folder / f"ranks{ranks}_{world.rank}.json").write_text(json.dumps(found), encoding="utf-8")
+    close_world()
+
+
+if __name__ == "__main__":
+    faulthandler.dump_traceback_later(TIME_LIMIT_S, exit=True)
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,77 @@
+"""Worker for two GPUs: the same three steps in bf16 under several layouts, by the layers and kernels of one name.
+
+parallel_worker.py FOLDER te|cudnn|efficient|flash|math
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from egmla_megatron.config.check import check_config
+from egmla_megatron.config.schema import ModelConfig, RunConfig
+from egmla_megatron.parallel.world import close_world, form_groups, open_world
+from tests.dist.reshard_worker import Run
+from tests.tiny import tiny_run
+
+MODEL = ModelConfig(
+    num_layers=4,
+    hidden_size=256,
+    num_attention_heads=4,
+    intermediate_size=640,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    kv_lora_rank=64,
+    kv_emb_dim=128,
+    vocab_size=512,
+    max_position_embeddings=512,
+)
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2": {},
+    "cp2": {"context": 2},
+    "cp2_gate2": {"context": 2, "gate_group": 2},
+    "pp2_vpp2": {"pipeline": 2, "virtual_pipeline": 2},
+    "pp2_vpp2_overlap": {"pipeline": 2, "virtual_pipeline": 2, "overlap_grad_reduce": True},
+}
+
+
+def run_config(kernel: str, layout: str) -> RunConfig:
+    """Four micro-batches of two sequences of 512 tokens a step."""
+    equal_heads = {"qk_nope_head_dim": 64, "v_head_dim": 128} if kernel == "flash" else {}
+    by_te = kernel == "te"
+    return tiny_run(
+        replace(MODEL, **equal_heads),
+        train={"seq_length": 512, "global_batch_size": 8, "precision": "bf16"},
+        optimizer={"lr": 1e-3, "distributed": True},
+        parallel={
+            "implementation": "te" if by_te else "torch",
+            "attention_backend": "auto" if by_te else kernel,
+            **LAYOUTS[layout],
+        },
+    )
+
+
+def main(folder: Path, kernel: str) -> None:
+    first = run_config(kernel, "dp2")
+    base = open_world(first, check_config(first, int(os.environ["WORLD_SIZE"])))
+    found = {}
+    for layout in LAYOUTS:
+        for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+            os.environ.pop(name, None)  # megatron-core sets them per process and refuses a second, different model
+        cfg = run_config(kernel, layout)
+        world = form_groups(cfg, check_config(cfg, base.size), base.local_rank, base.device, base.store)
+        print(f"rank {base.rank}: {kernel} {layout}", flush=True)
+        found[layout] = Run(cfg, world).take(0, 3)
+    (folder / f"rank{base.rank}.json").write_text(json.dumps(found))
+    close_world()
+
+
+if __name__ == "__main__":
+    faulthandler.dump_traceback_later(220, exit=True)  # a hang says where
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,54 @@
+"""Context parallelism and interleaved pipelines on two GPUs against data parallelism, and their kernels on one."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.dist.harness import results, start
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+WORKER = Path(__file__).with_name("parallel_worker.py")
+
+
+@pytest.mark.parametrize("kernel", ["te", "cudnn", "efficient", "flash"])
+def test_two_gpus_train_alike_under_every_layout(tmp_path: Path, kernel: str) -> None:
+    import torch
+
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU only")
+    if kernel == "te" and importlib.util.find_spec("transformer_engine") is None:
+        pytest.skip("transformer_engine is not installed")
+    job = start(2, [str(WORKER), str(tmp_path), kernel], tmp_path / "log")
+    found = results(job, tmp_path, 2)[0]
+    print(kernel, found)
+    for numbers in found.values():
+        assert numbers == pytest.approx(found["dp2"], rel=0.01)  # bf16; losses and gradient norms
+
+
+@pytest.mark.parametrize(("kernel", "width"), [("cudnn", 192), ("efficient", 192), ("flash", 128)])
+def test_the_last_queries_alone_keep_the_fused_kernel(kernel: str, width: int) -> None:
+    """What context parallelism asks of a kernel: a chunk of queries against the keys up to its end."""
+    import torch
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from egmla_megatron.attention.core_attention import TorchCoreAttention
+
+    config = SimpleNamespace(
+        attention_dropout=0.0, sdpa_backend=kernel, sequence_parallel=False, context_parallel_size=1
+    )
+    core = TorchCoreAttention(config, 1, AttnMaskType.causal, "self")
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (
+        torch.randn(384, 2, 4, size, device="cuda", generator=generator).bfloat16().requires_grad_()
+        for size in (width, width, 128)
+    )
+    weights = torch.randn(128, 2, 4 * 128, device="cuda", generator=generator).bfloat16()
+    whole, last = core(q, k, v, None)[-128:], core(q[-128:], k, v, None)
+    expected = torch.autograd.grad((whole * weights).sum(), (q, k, v))
+    got = torch.autograd.grad((last * weights).sum(), (q, k, v))
+    for mine, theirs in zip((last, *got), (whole, *expected), strict=True):
+        assert (mine - theirs).float().norm() < 0.02 * theirs.float().norm()

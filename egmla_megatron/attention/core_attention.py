@@ -28,7 +28,7 @@ from egmla_megatron.errors import UserError
 __all__ = ["BACKENDS", "TorchCoreAttention", "choose_backend", "whole_sequence"]
 
 # S sequence (of this rank), B batch, N heads of this rank, K width of q and k heads, V width of v heads
-# C tokens of a chunk: under context parallelism S = 2C, and P is a chunk's place among the 2 x ranks of the sequence
+# C tokens of a chunk (under context parallelism S = 2C), T keys up to a chunk's end
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,

@@ -126,8 +126,8 @@ class ParallelConfig:
 
     tensor: int = 1  # TP
     pipeline: int = 1  # PP
-    context: int = 1  # CP
-    virtual_pipeline: int = 1  # model chunks per stage, 1: plain 1F1B
+    context: int = 1  # CP: ranks that share every sequence, two of its 2 x CP chunks each
+    virtual_pipeline: int = 1  # model chunks per stage, 1: plain 1F1B, more: interleaved 1F1B
     sequence: bool = False  # sequence parallelism over the TP ranks
     gate_group: int = 1  # W: ranks that share one gating table, from TP x CP x DP
     # how the group brings gate embeddings home: each rank's own tokens' columns, or everybody's by one all-gather

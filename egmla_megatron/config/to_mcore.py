@@ -89,8 +89,8 @@ def _common(cfg: RunConfig, implementation: str, sdpa_backend: str) -> dict[str,
 
 
 def _interleaving(parallel: ParallelConfig) -> dict[str, Any]:
-    """Nothing for a plain pipeline. Batched transfers between two stages would mix up the chunks (megatron-core's own
-    trainer refuses them), so each is an operation of its own."""
+    """Nothing for a plain pipeline. Between two stages a batch of transfers would hold several of one pair of ranks,
+    which megatron-core's own trainer refuses, so each is an operation of its own."""
     if parallel.virtual_pipeline == 1:
         return {}
     return {

@@ -178,13 +178,35 @@ def _check_gate_group(cfg: RunConfig, world_size: int) -> None:
             "set parallel.gate_group=1",
         )
     per_stage = world_size // cfg.parallel.pipeline
-    workable = [n for n in divisors(per_stage) if model.kv_emb_dim % n == 0]
+    tensor, context = cfg.parallel.tensor, cfg.parallel.context
+    whole = [n for n in divisors(per_stage) if _whole_groups(n, tensor, context)]
+    workable = [n for n in whole if model.kv_emb_dim % n == 0]
     fix = f"set parallel.gate_group={nearest(group, workable)}"
     allowed = ", ".join(map(str, workable))
     if per_stage % group:
         refuse(f"parallel.gate_group does not divide the {per_stage} ranks of one stage", group, allowed, fix)
     if model.kv_emb_dim % group:
         refuse(f"parallel.gate_group does not divide model.kv_emb_dim = {model.kv_emb_dim}", group, allowed, fix)
+    if group not in whole:
+        refuse(
+            f"parallel.gate_group mixes replicas: its {group} ranks would be neither part of a tensor-parallel group "
+            f"of {tensor} (x {context} context-parallel) nor several whole ones",
+            group,
+            allowed,
+            fix,
+        )
+
+
+def _whole_groups(group: int, tensor: int, context: int) -> bool:
+    """Whether a gate group is made of equal parts of model-parallel groups, or of whole ones: ranks count TP first,
+    then CP, then DP, and other groups would cut through the replicas of a sequence."""
+    for size in (tensor, context):
+        if size % group == 0:
+            return True
+        if group % size:
+            return False
+        group //= size
+    return True
 
 
 def _check_batch(cfg: RunConfig, dp: int) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from egmla_megatron.parallel.parity.__main__ import RANKS, prove
-from egmla_megatron.parallel.parity.cases import all_cases
+from egmla_megatron.parallel.parity.__main__ import prove
+from egmla_megatron.parallel.parity.cases import RANKS, all_cases
 from egmla_megatron.parallel.parity.table import format_table
 from egmla_megatron.parallel.parity.verdict import NUMBER_ERROR, TENSOR_ERROR, passes
 

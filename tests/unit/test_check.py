@@ -95,6 +95,18 @@ _REFUSED = [
     (["parallel.gate_group=3"], 8, "8 ranks of one stage", "set parallel.gate_group=4"),
     (["parallel.gate_group=4", "parallel.pipeline=2"], 4, "2 ranks of one stage", "set parallel.gate_group=2"),
     (["parallel.gate_group=3"], 3, "model.kv_emb_dim = 256", "set parallel.gate_group=1"),
+    (
+        ["parallel.gate_group=3", "parallel.tensor=2", "model.kv_emb_dim=384", "train.global_batch_size=24"],
+        6,
+        "mixes replicas",
+        "set parallel.gate_group=2",
+    ),
+    (
+        ["parallel.gate_group=3", "parallel.context=2", "model.kv_emb_dim=384", "train.global_batch_size=24"],
+        6,
+        "mixes replicas",
+        "set parallel.gate_group=2",
+    ),
     ([*_PLAIN, "parallel.gate_group=2"], 2, "this model has none", "set parallel.gate_group=1"),
     ([*_MHA, "parallel.gate_group=2"], 2, "model.attention=mha", "set parallel.gate_group=1"),
     (["train.global_batch_size=100"], 4, "8 x 4", "set train.global_batch_size=96"),

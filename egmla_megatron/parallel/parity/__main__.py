@@ -18,10 +18,9 @@ from typing import Any
 
 from egmla_megatron.cli import CommandParser, run_main
 from egmla_megatron.errors import UserError
-from egmla_megatron.parallel.parity.cases import all_cases
+from egmla_megatron.parallel.parity.cases import RANKS, all_cases
 from egmla_megatron.parallel.parity.table import format_table
 
-RANKS = (1, 2, 4)
 WORKER = "egmla_megatron.parallel.parity.worker"
 OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

@@ -19,7 +19,7 @@ from egmla_megatron.config.schema import (
     TrainConfig,
 )
 
-__all__ = ["MHA", "MODELS", "PLAIN", "TINY", "Case", "all_cases", "case_config", "chain_config"]
+__all__ = ["MHA", "MODELS", "PLAIN", "RANKS", "TINY", "Case", "all_cases", "case_config", "chain_config"]
 
 # Every size that tensor parallelism cuts is even. The stds make gradients of the size of the weights.
 TINY = ModelConfig(
@@ -52,6 +52,7 @@ MODELS: dict[str, ModelConfig] = {
     # no serial run draws the same numbers: here replicas of a weight must stay identical, and that is all
     "dropout": replace(TINY, hidden_dropout=0.2, attention_dropout=0.2),
 }
+RANKS = (1, 2, 4)  # numbers of ranks that the layouts below are for
 _OVERLAPS = {"distributed": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 _GATHER = {"gate_exchange": "all_gather"}
 _ALONE = {"unique_ids": False}

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from egmla_megatron.config.check import check_config
-from egmla_megatron.parallel.parity.cases import Case, all_cases, case_config
+from egmla_megatron.parallel.parity.cases import RANKS, Case, all_cases, case_config
 from egmla_megatron.parallel.parity.compare import compare, drifted
 from egmla_megatron.parallel.parity.training import Snapshot, train_case
 from egmla_megatron.parallel.world import World, close_world, form_groups, open_world
@@ -55,7 +55,10 @@ def main(folder: Path, pattern: str) -> None:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     reference = folder / "serial.pt"
     cases = all_cases(ranks)
-    chosen = [case for case in cases if case.layout == "serial" or fnmatch.fnmatch(case.name, pattern)]
+    matching = {size: [case for case in all_cases(size) if fnmatch.fnmatch(case.name, pattern)] for size in RANKS}
+    models = {case.model for found in matching.values() for case in found}
+    references = [case for case in cases if case.layout == "serial" and case.model in models]
+    chosen = [*references, *(case for case in matching[ranks] if case.layout != "serial")]
     first = case_config(chosen[0])
     world = open_world(first, check_config(first, ranks))
     serial: dict[str, Snapshot] = torch.load(reference) if ranks > 1 else {}

@@ -98,8 +98,9 @@ def assert_close_run(run: Path, reference: Path) -> None:
     """Another layout rounds differently, and that is all."""
     expected, final = trained(reference), weights(reference)
     assert max(trained(run)) == STEPS
-    for step, values in trained(run).items():
-        assert values == pytest.approx(expected[step], rel=1e-6), f"step {step}"
+    for step, (loss, norm, lr) in trained(run).items():
+        assert (loss, lr) == pytest.approx(expected[step][::2], rel=1e-6), f"step {step}"
+        assert norm == pytest.approx(expected[step][1], rel=1e-5), f"step {step}"  # up to 3e-6, where the loss is exact
     got = weights(run)
     assert got.keys() == final.keys()
     assert max((got[name] - final[name]).abs().max().item() for name in final) < 1e-6

@@ -48,7 +48,7 @@ class Rows:
 
 
 def open_dataset(cfg: RunConfig, steps: int) -> Any:
-    """The real data of `cfg.data.train` where it names some, else synthetic ids for `steps` steps, equal on all ranks."""
+    """The text of `cfg.data.train` where it names some, else synthetic ids for `steps` steps, equal on all ranks."""
     if cfg.data.train:
         return build_datasets(cfg).train
     samples = min(steps, _LONGEST) * cfg.train.global_batch_size

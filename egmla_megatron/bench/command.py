@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 
+from egmla_megatron.bench.nodes import NODE_MARK, run_nodes
 from egmla_megatron.bench.options import BenchOptions, parse_options
 from egmla_megatron.bench.plan import BenchPlan, make_plan
 from egmla_megatron.environment import whole_number
@@ -14,9 +15,8 @@ from egmla_megatron.quiet import quiet_libraries
 from egmla_megatron.train.machine import check_machine, gpu_count
 from egmla_megatron.train.main import ALONE_AFTER_S
 
-__all__ = ["NODE_MARK", "main"]
+__all__ = ["main"]
 
-NODE_MARK = "EGMLA_BENCH_NODE"  # set for the ranks that `nodes.run_nodes` starts
 # One GPU plays one node: no NVLink, no shared memory, every byte through a socket of this machine.
 SLOW_LINK = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
 
@@ -29,8 +29,6 @@ def main(arguments: Sequence[str]) -> int:
     """
     options = parse_options(arguments)
     if options.nodes and NODE_MARK not in os.environ:
-        from egmla_megatron.bench.nodes import run_nodes
-
         make_plan(options, options.nodes, cuda=False)  # a mistake is said here, once
         return run_nodes(options, arguments)
     return _rank(options, arguments)

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from statistics import median
 from typing import Any
 
 import torch
@@ -60,8 +61,8 @@ def _measure_all(plan: BenchPlan, world: World, dataset: Any) -> tuple[World, di
                 world = form_groups(cfg, layout, world.local_rank, world.device, world.store)
             measured = _measure_variant(plan, variant, world, dataset)
             found[variant].append(measured)
-            times = sorted(max(step) for step in zip(*(rank.step_ms for rank in measured), strict=True))
-            _say(world, f"{variant.name}: {times[len(times) // 2]:.1f} ms a step, loss {measured[0].losses[-1]:.4f}")
+            times = [max(step) for step in zip(*(rank.step_ms for rank in measured), strict=True)]
+            _say(world, f"{variant.name}: {median(times):.1f} ms a step, loss {measured[0].losses[-1]:.4f}")
     return world, found
 
 

@@ -34,6 +34,7 @@ def _environment(node: int, nodes: int) -> dict[str, str]:
         "MASTER_PORT": _PORT,
         "GLOO_SOCKET_IFNAME": INTERFACE,
         "CUDA_VISIBLE_DEVICES": "",  # nodes of this kind compute on the CPU
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # it warns that addresses of these networks have no names
         NODE_MARK: str(node),
     }
     return {**os.environ, **own}
@@ -117,7 +118,7 @@ def run_nodes(options: BenchOptions, arguments: Sequence[str]) -> int:
     """
     if "RANK" in os.environ:
         raise UserError(
-            "--nodes-on-this-machine: got a rank of a launcher, allowed one plain process that starts the ranks itself; "
+            "--nodes-on-this-machine: got a rank of a launcher, allowed one process that starts the ranks; "
             "call python tools/bench_sharding.py"
         )
     with (

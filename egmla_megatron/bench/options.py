@@ -23,7 +23,7 @@ __all__ = ["BenchOptions", "base_config", "parse_options"]
 _PLOTS = (".png", ".svg")
 _OWN_SWITCHES = ("parallel.gate_group", "parallel.gate_exchange", "parallel.gate_granularity", "parallel.unique_ids")
 _AUTO_MODELS = {False: "eg_mla_base_kv64", True: "bench_nodes"}  # by: nodes on this machine
-_AUTO_SIZES = {False: (8, 20, 5), True: (4, 8, 2)}  # likewise: sequences, measured steps, warm-up steps
+_AUTO_SIZES = {False: (8, 20, 5), True: (2, 8, 2)}  # likewise: sequences, measured steps, warm-up steps
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def _parser() -> CommandParser:
     add("overrides", nargs="*", metavar="section.key=value", help="settings common to all variants")
     add("--config", help="model or run configuration (eg_mla_base_kv64; with --nodes-on-this-machine bench_nodes)")
     add("--variants", default="all", help="comma-separated names (all)")
-    add("--sequences", type=int, help="sequences of a rank's micro-batch (8; nodes: 4)")
+    add("--sequences", type=int, help="sequences of a rank's micro-batch (8; nodes: 2)")
     add("--steps", type=int, help="measured steps (20; nodes: 8)")
     add("--warmup", type=int, help="steps before them (5; nodes: 2)")
     add("--rounds", type=int, default=1, help="times that all variants run, every other time in reverse order (1)")

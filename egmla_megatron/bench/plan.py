@@ -36,8 +36,8 @@ def make_plan(options: BenchOptions, ranks: int, *, cuda: bool) -> BenchPlan:
     """
     if ranks == 1 and any(variant.sharded for variant in options.variants):
         raise UserError(
-            "ranks: got 1, allowed 2 or more for sharded tables; start it by launch/bench_sharding.sh (EGMLA_NPROC=2 "
-            "without GPUs), or add --nodes-on-this-machine 2"
+            "ranks: got 1, allowed 2 or more for sharded tables; start it by launch/bench_sharding.sh on 2 GPUs "
+            "or more, or add --nodes-on-this-machine 2"
         )
     schedule = Schedule(options.warmup, options.steps, min(_PROBED_STEPS, options.steps))
     base = base_config(options, ranks, cuda=cuda, steps=schedule.total)

@@ -1,48 +1,93 @@
 """The one collective that brings a micro-batch's gate embeddings home, and its adjoint.
 
-Every rank of the gate group holds d/W columns of all tables of its stage. Rank r looks up its columns
-for the tokens of every rank of the group; an all-to-all then gives each rank all columns of its own
-tokens. The backward is the transposed all-to-all: it routes each rank's gradient columns to their owner.
+Every rank of the gate group holds d/W columns of all tables of its stage. Two ways to whole rows, equal in result:
+
+* all_to_all: each rank looks up its columns of every member's rows and sends each member just those. Backward: the
+  transposed all-to-all routes each rank's gradient columns to their owner.
+* all_gather: each rank looks up its columns of the union of the group's rows; the columns are gathered side by side
+  (the paper's single all-gather). Backward: a reduce-scatter, since several ranks may have used a row.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
+from torch.cuda import Stream
 from torch.distributed import ProcessGroup
 
-__all__ = ["exchange_columns", "gather_ids"]
+from egmla_megatron.attention.exchange_probe import collective
 
-# W gate group size, T tokens of one rank, L layers of the stage, C columns per rank (d / W), D = W * C
+__all__ = ["EXCHANGES", "select_rows"]
+
+# W gate group size, R rows looked up here, U rows received, L layers, C columns per rank (d / W), D = W * C
 
 
-class _ExchangeColumns(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, rows_WTLC: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group  # type: ignore[attr-defined]
-        received_WTLC = torch.empty_like(rows_WTLC)
-        dist.all_to_all_single(received_WTLC, rows_WTLC.contiguous(), group=group)
-        return received_WTLC.permute(1, 2, 0, 3).flatten(2)
+    def forward(ctx: Any, rows_RLC: Tensor, group: ProcessGroup, layers: Stream | None) -> Tensor:
+        ctx.group, ctx.layers = group, layers
+        rows_WULC = rows_RLC.view(group.size(), -1, *rows_RLC.shape[1:])
+        received_WULC = torch.empty_like(rows_WULC)
+        with collective(rows_WULC):
+            dist.all_to_all_single(received_WULC, rows_WULC.contiguous(), group=group)
+        return received_WULC.permute(1, 2, 0, 3).flatten(2)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad_TLD: Tensor) -> tuple[Tensor, None]:
-        group = ctx.group  # type: ignore[attr-defined]
-        tokens, layers, _ = grad_TLD.shape
-        grad_WTLC = grad_TLD.view(tokens, layers, group.size(), -1).permute(2, 0, 1, 3).contiguous()
-        returned_WTLC = torch.empty_like(grad_WTLC)
-        dist.all_to_all_single(returned_WTLC, grad_WTLC, group=group)
-        return returned_WTLC, None
+    def backward(ctx: Any, grad_ULD: Tensor) -> tuple[Tensor, None, None]:
+        rows, layers, _ = grad_ULD.shape
+        grad_WULC = grad_ULD.view(rows, layers, ctx.group.size(), -1).permute(2, 0, 1, 3).contiguous()
+        returned_WULC = torch.empty_like(grad_WULC)
+        with collective(grad_WULC, ctx.layers):
+            dist.all_to_all_single(returned_WULC, grad_WULC, group=ctx.group)
+        return returned_WULC.flatten(0, 1), None, None
 
 
-def exchange_columns(rows_WTLC: Tensor, group: ProcessGroup) -> Tensor:
-    """My columns of every rank's tokens [W,T,L,C] -> all columns of my own tokens [T,L,D]."""
-    return _ExchangeColumns.apply(rows_WTLC, group)
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_ULC: Tensor, group: ProcessGroup, layers: Stream | None) -> Tensor:
+        ctx.group, ctx.layers = group, layers
+        received_WULC = rows_ULC.new_empty(group.size(), *rows_ULC.shape)
+        with collective(rows_ULC):
+            dist.all_gather_into_tensor(received_WULC.flatten(0, 1), rows_ULC.contiguous(), group=group)
+        return received_WULC.permute(1, 2, 0, 3).flatten(2)
+
+    @staticmethod
+    def backward(ctx: Any, grad_ULD: Tensor) -> tuple[Tensor, None, None]:
+        rows, layers, _ = grad_ULD.shape
+        grad_WULC = grad_ULD.view(rows, layers, ctx.group.size(), -1).permute(2, 0, 1, 3).contiguous()
+        summed_ULC = torch.empty_like(grad_WULC[0])
+        with collective(grad_WULC, ctx.layers):
+            dist.reduce_scatter_tensor(summed_ULC, grad_WULC.flatten(0, 1), group=ctx.group)
+        return summed_ULC, None, None
 
 
-def gather_ids(ids_T: Tensor, group: ProcessGroup) -> Tensor:
-    """Token ids of every rank of the group: [T] -> [W,T]."""
-    everyone_WT = torch.empty(group.size(), ids_T.numel(), dtype=ids_T.dtype, device=ids_T.device)
-    dist.all_gather_into_tensor(everyone_WT.view(-1), ids_T.contiguous(), group=group)
-    return everyone_WT
+# name of parallel.gate_exchange -> (rows looked up here [R,L,C], group, stream of the layers) -> whole rows [U,L,D]
+EXCHANGES: dict[str, Callable[[Tensor, ProcessGroup, Stream | None], Tensor]] = {
+    "all_to_all": _AllToAll.apply,
+    "all_gather": _AllGather.apply,
+}
+
+
+class _SelectRows(torch.autograd.Function):
+    """index_select whose backward writes instead of adding: rows are distinct, except those of padding, whose
+    gradients are zero."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_RLD: Tensor, own_U: Tensor) -> Tensor:
+        ctx.save_for_backward(own_U)
+        ctx.rows = len(rows_RLD)
+        return rows_RLD.index_select(0, own_U)
+
+    @staticmethod
+    def backward(ctx: Any, grad_ULD: Tensor) -> tuple[Tensor, None]:
+        (own_U,) = ctx.saved_tensors
+        return grad_ULD.new_zeros(ctx.rows, *grad_ULD.shape[1:]).index_copy_(0, own_U, grad_ULD), None
+
+
+def select_rows(rows_RLD: Tensor, own_U: Tensor) -> Tensor:
+    """The rows `own_U` of those a gather brought: [R,L,D] -> [U,L,D]; padding must point at a padding row."""
+    return _SelectRows.apply(rows_RLD, own_U)

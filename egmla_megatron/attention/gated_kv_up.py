@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,12 +19,60 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-__all__ = ["GATES", "GatedKVUp", "layer_norm_over_tp"]
+__all__ = ["GATES", "Gate", "GateInput", "GatedKVUp", "gate_by_row", "layer_norm_over_tp"]
 
-# S sequence, B batch, N = heads * (nope + v) / TP columns of this rank, D gate embedding width
+# S sequence, B batch, T = S * B tokens, U rows (distinct ids), N = heads * (nope + v) / TP columns of this rank,
+# D gate embedding width
 
-# name of ModelConfig.gate -> (up-projected latent, gate) -> gated; a new variant is one line here
-GATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"mul": torch.mul, "add": torch.add}
+
+@dataclass(frozen=True)
+class Gate:
+    """How a gate acts on the up-projected latent, element by element, and its derivatives."""
+
+    combine: Callable[[Tensor, Tensor], Tensor]  # (latent, gate) -> gated
+    gradients: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # (gradient, latent, gate) -> of both
+
+
+class GateInput(NamedTuple):
+    """What a layer gates with."""
+
+    rows_UD: Tensor  # gate embeddings of the micro-batch's rows
+    index_T: Tensor | None  # row of every token, tokens in sequence-first order; None: row t belongs to token t
+
+
+# name of ModelConfig.gate -> the gate; a new variant is one entry here
+GATES: dict[str, Gate] = {
+    "mul": Gate(torch.mul, lambda grad, up, gate: (grad * gate, grad * up)),
+    "add": Gate(torch.add, lambda grad, up, gate: (grad, grad)),
+}
+
+
+class _GateByRow(torch.autograd.Function):
+    """combine(up[t], gate[index[t]]): the gates of the tokens are never saved, only those of the rows."""
+
+    @staticmethod
+    def forward(ctx: Any, up_TN: Tensor, gate_UN: Tensor, index_T: Tensor, gate: Gate) -> Tensor:
+        ctx.save_for_backward(up_TN, gate_UN, index_T)
+        ctx.gate = gate
+        return gate.combine(up_TN, gate_UN.index_select(0, index_T))
+
+    @staticmethod
+    def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        up_TN, gate_UN, index_T = ctx.saved_tensors
+        grad_up_TN, grad_gate_TN = ctx.gate.gradients(grad_TN, up_TN, gate_UN.index_select(0, index_T))
+        # sums the tokens of a row in fp32 and in a fixed order, which index_add does not
+        grad_gate_UN = torch.ops.aten.embedding_dense_backward(grad_gate_TN, index_T, len(gate_UN), -1, False)
+        return grad_up_TN, grad_gate_UN, None, None
+
+
+def gate_by_row(up_SBN: Tensor, gate_UN: Tensor, index_T: Tensor | None, gate: Gate) -> Tensor:
+    """The gate of row `index_T[t]` on token t, tokens in sequence-first order; index None: row t on token t.
+
+    up [S,B,N], gates of the rows [U,N], index [S * B] -> gated [S,B,N].
+    """
+    if index_T is None:
+        return gate.combine(up_SBN, gate_UN.view_as(up_SBN))
+    return _GateByRow.apply(up_SBN.flatten(0, 1), gate_UN, index_T, gate).view_as(up_SBN)
 
 
 def layer_norm_over_tp(x_SBN: Tensor, weight_N: Tensor, bias_N: Tensor, eps: float, group: ProcessGroup) -> Tensor:
@@ -46,8 +95,9 @@ def layer_norm_over_tp(x_SBN: Tensor, weight_N: Tensor, bias_N: Tensor, eps: flo
 class GatedKVUp(MegatronModule):
     """Up-projection of the latent, gate, and LayerNorm over all heads (paper equations 2 to 5, appendix C).
 
-    The layer sets `gate_embedding` for the length of one forward and clears it: nothing that belongs to a
-    micro-batch outlives the call, which recomputation with two micro-batches in flight depends on.
+    The layer sets `gate_input` for the length of one forward and clears it: nothing that belongs to a micro-batch
+    outlives the call, which recomputation with two micro-batches in flight depends on. `before_gate`, set once, is
+    called before the rows are read: the rows may still be on their way.
 
     Args:
         input_size: kv_lora_rank.
@@ -70,7 +120,7 @@ class GatedKVUp(MegatronModule):
     ) -> None:
         super().__init__(config)
         self.tp_group = tp_group
-        self.combine = GATES[config.gate]
+        self.gate = GATES[config.gate]
         self.up = up(input_size, output_size, config=config, tp_group=tp_group, name=name, **linear)
         columns = output_size // tp_group.size()
         self.gate_proj_weight = self._parameter(columns, config.kv_emb_dim)
@@ -81,7 +131,8 @@ class GatedKVUp(MegatronModule):
             torch.nn.init.ones_(self.gate_norm_weight)
             torch.nn.init.zeros_(self.gate_norm_bias)
             self.own += ["gate_norm_weight", "gate_norm_bias"]
-        self.gate_embedding: Tensor | None = None
+        self.gate_input: GateInput | None = None
+        self.before_gate: Callable[[], None] | None = None
 
     def _parameter(self, *shape: int) -> Parameter:
         device = torch.device("cpu") if self.config.use_cpu_initialization else torch.cuda.current_device()
@@ -91,13 +142,15 @@ class GatedKVUp(MegatronModule):
 
     def forward(self, latent: Tensor) -> tuple[Tensor, None]:
         """Normed latent [S,B,kv_lora_rank] ([S/TP,...] under sequence parallelism) -> kv [S,B,N]."""
-        if self.gate_embedding is None:
+        if self.gate_input is None:
             raise RuntimeError("GatedKVUp.forward without a gate embedding: call it through EGMLATransformerLayer")
         up_SBN, _ = self.up(latent)
+        if self.before_gate is not None:
+            self.before_gate()
         # no all-reduce of the input gradient over TP: the exchange's adjoint, or the expert-data-parallel
         # sum of the table's gradient at W = 1, adds the ranks' parts
-        gate_SBN = F.linear(self.gate_embedding, self.gate_proj_weight)
-        return self._norm(self.combine(up_SBN, gate_SBN)), None
+        gate_UN = F.linear(self.gate_input.rows_UD, self.gate_proj_weight)
+        return self._norm(gate_by_row(up_SBN, gate_UN, self.gate_input.index_T, self.gate)), None
 
     def _norm(self, x_SBN: Tensor) -> Tensor:
         if not self.config.gate_norm:

@@ -18,11 +18,12 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 from torch import Tensor
 
+from egmla_megatron.attention.gated_kv_up import GateInput
 from egmla_megatron.attention.token_table import take_layer
 
 __all__ = ["EGMLASelfAttention", "EGMLATransformerLayer"]
 
-# S sequence, B batch, L layers of the stage, D gate embedding width
+# S sequence, B batch, U rows (distinct ids of the micro-batch), L layers of the stage, D gate embedding width
 
 
 class EGMLASelfAttention(MLASelfAttention):
@@ -31,7 +32,7 @@ class EGMLASelfAttention(MLASelfAttention):
     It also mends two faults of megatron-core 0.19.2 that concern plain MLA as well (see the methods).
     """
 
-    gate_embedding: Tensor | None = None
+    gate_input: GateInput | None = None
     recompute_up_proj: bool
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
@@ -60,40 +61,40 @@ class EGMLASelfAttention(MLASelfAttention):
         return q, torch.cat([latent, copy_to_tensor_model_parallel_region(rope, group)], dim=-1)
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As the parent's, with the gate embedding in place for the length of the call.
+        """As the parent's, with the gate's input in place for the length of the call.
 
-        Recomputed up-projections take the embedding as an explicit argument of the checkpointed function:
+        Recomputed up-projections take it as explicit arguments of the checkpointed function:
         read from the module it would be the wrong micro-batch's when backward runs.
         """
-        if self.gate_embedding is None:
+        if self.gate_input is None:
             return super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
         if not self.recompute_up_proj:
-            return self._gated(self.gate_embedding, hidden_states, *args, **kwargs)
+            return self._gated(self.gate_input, hidden_states, *args, **kwargs)
 
-        def qkv(hidden: Tensor, gate_embedding: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        def qkv(hidden: Tensor, rows_UD: Tensor, index_T: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
             self.recompute_up_proj = False  # the parent must not checkpoint once more inside
             try:
-                return self._gated(gate_embedding, hidden, *args, **kwargs)[:3]
+                return self._gated(GateInput(rows_UD, index_T), hidden, *args, **kwargs)[:3]
             finally:
                 self.recompute_up_proj = True
 
         self.qkv_up_checkpoint = CheckpointWithoutOutput(fp8=None)
-        query, key, value = self.qkv_up_checkpoint.checkpoint(qkv, hidden_states, self.gate_embedding)
+        query, key, value = self.qkv_up_checkpoint.checkpoint(qkv, hidden_states, *self.gate_input)
         return query, key, value, None, None
 
-    def _gated(self, gate_embedding: Tensor, *args: Any, **kwargs: Any) -> Any:
-        self.linear_kv_up_proj.gate_embedding = gate_embedding
+    def _gated(self, gate_input: GateInput, *args: Any, **kwargs: Any) -> Any:
+        self.linear_kv_up_proj.gate_input = gate_input
         try:
             return super().get_query_key_value_tensors(*args, **kwargs)
         finally:
-            self.linear_kv_up_proj.gate_embedding = None
+            self.linear_kv_up_proj.gate_input = None
 
 
 class EGMLATransformerLayer(TransformerLayer):
     """A transformer layer that takes its gate embedding from `context` and passes the rest on.
 
-    `context` is an explicit argument of every layer and of megatron-core's checkpointed forward, so
-    recomputation and pipelining see the right micro-batch by construction.
+    `context` (with `context_mask`, which row of it a token uses) is an explicit argument of every layer and of
+    megatron-core's checkpointed forward, so recomputation and pipelining see the right micro-batch by construction.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -101,14 +102,20 @@ class EGMLATransformerLayer(TransformerLayer):
         offset = get_transformer_layer_offset(self.config, kwargs.get("vp_stage"), self.pg_collection.pp.rank())
         self.index_in_stage = self.layer_number - 1 - offset
 
-    def forward(self, *args: Any, context: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """hidden states [S,B,H] and context, the stage's gate embeddings [S,B,L,D] -> both, for the next layer."""
+    def forward(
+        self, *args: Any, context: Tensor | None = None, context_mask: Tensor | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden states [S,B,H], context and context_mask -> hidden states and context, for the next layer.
+
+        context: gate embeddings of the stage's layers [U,L,D] for U rows. context_mask: the row of every token [S * B]
+        in sequence-first order, None: row t belongs to token t.
+        """
         if context is None:
             raise RuntimeError("EGMLATransformerLayer needs context=gate embeddings: call it through EGMLAModel")
-        gate_embedding, context = take_layer(context, self.index_in_stage)
-        self.self_attention.gate_embedding = gate_embedding
+        rows_UD, context = take_layer(context, self.index_in_stage)
+        self.self_attention.gate_input = GateInput(rows_UD, context_mask)
         try:
             hidden, _ = super().forward(*args, context=None, **kwargs)
         finally:
-            self.self_attention.gate_embedding = None
+            self.self_attention.gate_input = None
         return hidden, context

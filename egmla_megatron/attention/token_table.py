@@ -11,11 +11,13 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from egmla_megatron.attention.exchange import exchange_columns, gather_ids
+from egmla_megatron.attention.exchange import EXCHANGES, select_rows
+from egmla_megatron.attention.exchange_probe import waiting
+from egmla_megatron.attention.gate_ids import GateIds
 
 __all__ = ["GateTable", "take_layer"]
 
-# B batch, S sequence, L layers of the stage, D gate embedding width, C = D / W columns of this rank
+# U rows (distinct ids of a micro-batch), L layers of the stage, D gate embedding width, C = D / W columns of this rank
 
 
 class GateTable(MegatronModule):
@@ -26,7 +28,7 @@ class GateTable(MegatronModule):
     the dense reduction. Memory per rank: vocab * L * D / W elements.
 
     Args:
-        config: transformer config with `kv_emb_dim` (D) and `params_dtype`.
+        config: transformer config with `kv_emb_dim` (D), `params_dtype`, `gate_exchange`, `gate_granularity`.
         vocab_size: rows.
         num_layers: L, layers of this stage.
         layer_offset: index of the stage's first layer in the model, for checkpoints.
@@ -57,18 +59,42 @@ class GateTable(MegatronModule):
         with torch.no_grad():
             self.weight.normal_(0.0, config.gate_table_init_std)
         self.weight.allreduce = False  # type: ignore[attr-defined]
+        exchanges = group.size() > 1 and torch.cuda.is_available()
+        self.stream = torch.cuda.Stream() if exchanges else None
 
-    def forward(self, ids_BS: Tensor) -> Tensor:
-        """Token ids [B,S] -> gate embeddings of every layer [S,B,L,D] (sequence first, as megatron-core)."""
-        ids_T = ids_BS.t().reshape(-1)
-        batch, sequence = ids_BS.shape
+    def forward(self, ids: GateIds) -> Tensor:
+        """Row numbers of a micro-batch -> gate embeddings of every layer of its own rows [U,L,D].
+
+        With W > 1 on a GPU it runs on `self.stream`, in backward too, so that it overlaps with the embedding and the
+        first layer; who reads the result waits for that stream before (`wait`).
+        """
+        if self.stream is None:
+            return self._rows(ids)
+        layers = torch.cuda.current_stream()
+        self.stream.wait_stream(layers)  # for the ids, and for weights that were just updated
+        with torch.cuda.stream(self.stream):
+            rows_ULD = self._rows(ids, layers)
+        rows_ULD.record_stream(layers)
+        for ids_N in ids.tensors:
+            if ids_N is not None:
+                ids_N.record_stream(self.stream)
+        return rows_ULD
+
+    def wait(self) -> None:
+        """Let the current stream wait for the rows of every forward so far."""
+        if self.stream is not None:
+            with waiting():
+                torch.cuda.current_stream().wait_stream(self.stream)
+
+    def _rows(self, ids: GateIds, stream: torch.cuda.Stream | None = None) -> Tensor:
         vocab, layers, columns = self.weight.shape
-        flat = self.weight.view(vocab, layers * columns)
-        if self.group.size() == 1:
-            return F.embedding(ids_T, flat).view(sequence, batch, layers, columns)
-        everyone_WT = gather_ids(ids_T, self.group)
-        rows_WTLC = F.embedding(everyone_WT, flat).view(*everyone_WT.shape, layers, columns)
-        return exchange_columns(rows_WTLC, self.group).view(sequence, batch, layers, columns * self.group.size())
+        rows_RLC = F.embedding(ids.lookup_R, self.weight.view(vocab, layers * columns)).view(-1, layers, columns)
+        if self.group.size() > 1:
+            exchange = EXCHANGES[self.config.gate_exchange]
+            at_once = layers if self.config.gate_granularity == "fused" else 1
+            parts = [exchange(part, self.group, stream) for part in rows_RLC.split(at_once, dim=1)]
+            rows_RLC = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        return rows_RLC if ids.own_U is None else select_rows(rows_RLC, ids.own_U)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
@@ -98,24 +124,24 @@ class _Tap(torch.autograd.Function):
     each adds its slice in place: 4x the stack's bytes in all, where `select` per layer writes 49x at 24 layers."""
 
     @staticmethod
-    def forward(ctx: Any, stack_SBLD: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, stack_ULD: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.layer, ctx.shape = layer, stack_SBLD.shape
-        return stack_SBLD.select(-2, layer), stack_SBLD.view_as(stack_SBLD)
+        ctx.layer, ctx.shape = layer, stack_ULD.shape
+        return stack_ULD.select(-2, layer), stack_ULD.view_as(stack_ULD)
 
     @staticmethod
-    def backward(ctx: Any, grad_SBD: Tensor | None, grad_SBLD: Tensor | None) -> tuple[Tensor | None, None]:
-        if grad_SBD is None:
-            return grad_SBLD, None
-        if grad_SBLD is None:
-            grad_SBLD = torch.zeros(ctx.shape, dtype=grad_SBD.dtype, device=grad_SBD.device)
-        grad_SBLD.select(-2, ctx.layer).add_(grad_SBD)
-        return grad_SBLD, None
+    def backward(ctx: Any, grad_UD: Tensor | None, grad_ULD: Tensor | None) -> tuple[Tensor | None, None]:
+        if grad_UD is None:
+            return grad_ULD, None
+        if grad_ULD is None:
+            grad_ULD = torch.zeros(ctx.shape, dtype=grad_UD.dtype, device=grad_UD.device)
+        grad_ULD.select(-2, ctx.layer).add_(grad_UD)
+        return grad_ULD, None
 
 
-def take_layer(stack_SBLD: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-    """The gate embedding of one layer [S,B,D], and the stack [S,B,L,D] to hand to the next layer.
+def take_layer(stack_ULD: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    """The gate embedding of one layer [U,D], and the stack [U,L,D] to hand to the next layer.
 
     The next layer must take from the returned stack, never from the original: its gradient is one buffer.
     """
-    return _Tap.apply(stack_SBLD, layer)
+    return _Tap.apply(stack_ULD, layer)

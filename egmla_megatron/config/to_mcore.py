@@ -28,6 +28,8 @@ class EGMLATransformerConfig(MLATransformerConfig):
     gate_norm: bool = True
     gate_norm_eps: float = 1e-5
     gate_table_init_std: float = 1.0
+    gate_exchange: str = "all_to_all"
+    gate_granularity: str = "fused"
     sdpa_backend: str = "math"
 
 
@@ -123,6 +125,8 @@ def transformer_config(cfg: RunConfig, implementation: str, sdpa_backend: str) -
         gate_norm=model.gate_norm,
         gate_norm_eps=model.gate_norm_eps,
         gate_table_init_std=model.gate_table_init_std,
+        gate_exchange=cfg.parallel.gate_exchange,
+        gate_granularity=cfg.parallel.gate_granularity,
     )
 
 

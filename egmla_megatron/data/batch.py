@@ -10,50 +10,113 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from egmla_megatron.attention.gate_ids import GateIds, GatePlan
+from egmla_megatron.data.context_shard import context_shard
+from egmla_megatron.data.locate import locate_token
+from egmla_megatron.errors import UserError
 from egmla_megatron.parallel.child_processes import deaf_children
 
-__all__ = ["Batch", "batch_iterator"]
+__all__ = ["Batch", "DataShare", "batch_iterator"]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch of a rank. B sequences, S tokens."""
+    """One micro-batch of a rank. B sequences, S tokens (of this rank, under context parallelism)."""
 
     tokens_BS: Tensor  # int64
     labels_BS: Tensor  # int64, the next token
     loss_mask_BS: Tensor  # float32, 0 where the loss does not count
     position_ids_BS: Tensor  # int64
+    gate_ids: GateIds | None = None  # rows of the gating tables; None: the model finds them
 
 
-class _Samples(torch.utils.data.Dataset):
-    """Keeps only the tensors that a batch needs of a megatron-core sample."""
+@dataclass(frozen=True)
+class DataShare:
+    """Which tokens of a micro-batch this rank trains on, and what its gating tables must know of the others'."""
 
-    def __init__(self, dataset: Any, names: tuple[str, ...]) -> None:
-        self.dataset, self.names = dataset, names
+    vocab_size: int
+    dp_rank: int = 0
+    cp_rank: int = 0
+    cp_size: int = 1
+    plan: GatePlan | None = None  # None: a model without gating tables
 
-    def __len__(self) -> int:
-        return len(self.dataset)
+    @property
+    def dp_ranks(self) -> tuple[int, ...]:
+        """Data-parallel ranks whose samples this rank reads: its own and, for the tables, its gate group's."""
+        members = self.plan.members if self.plan else ()
+        return tuple(sorted({self.dp_rank, *(dp_rank for dp_rank, _ in members)}))
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        sample = self.dataset[index]
-        return {name: sample[name] for name in self.names}
+
+class _BadTokenError(Exception):
+    """A token id that the vocabulary does not have; the message says where it stands."""
+
+
+class _MicroBatches(torch.utils.data.Dataset):
+    """Sample numbers of one micro-batch, by data-parallel rank -> its tensors."""
+
+    def __init__(self, dataset: Any, names: tuple[str, ...], share: DataShare) -> None:
+        self.dataset, self.names, self.share = dataset, names, share
+
+    def __getitem__(self, chosen: dict[int, list[int]]) -> dict[str, Any]:
+        """Named tensors [B,S], `gate_ids` as a tuple; `problem` alone where a token id is out of range."""
+        try:
+            return self._read(chosen)
+        except _BadTokenError as error:  # exceptions of loader processes arrive as tracebacks: a message does not
+            return {"problem": str(error)}
+
+    def _read(self, chosen: dict[int, list[int]]) -> dict[str, Any]:
+        share = self.share
+        samples = {rank: [self.dataset[number] for number in numbers] for rank, numbers in chosen.items()}
+        for rank, numbers in chosen.items():
+            for number, sample in zip(numbers, samples[rank], strict=True):
+                self._check(number, sample)
+        mine = samples[share.dp_rank]
+        found: dict[str, Any] = {
+            name: context_shard(torch.stack([sample[name] for sample in mine]), share.cp_rank, share.cp_size)
+            for name in self.names
+        }
+        if share.plan is not None:
+            whole = {rank: torch.stack([sample["tokens"] for sample in rows]) for rank, rows in samples.items()}
+            members = set(share.plan.members)
+            parts = {(dp, cp): context_shard(whole[dp], cp, share.cp_size) for dp, cp in members}
+            found["gate_ids"] = share.plan.plan(parts).tensors
+        return found
+
+    def _check(self, number: int, sample: dict[str, Tensor]) -> None:
+        """Labels are the tokens one position later: together they cover the sample."""
+        for shift, name in enumerate(("tokens", "labels")):
+            ids_S = sample[name]
+            wrong = (ids_S < 0) | (ids_S >= self.share.vocab_size)
+            if wrong.any():
+                position = int(wrong.nonzero()[0])
+                raise _BadTokenError(
+                    f"data: got token id {int(ids_S[position])} "
+                    f"({locate_token(self.dataset, number, position + shift)}), allowed 0 to "
+                    f"{self.share.vocab_size - 1} (model.vocab_size = {self.share.vocab_size}); tokenize with the "
+                    "model's tokenizer, or set model.vocab_size"
+                )
 
 
 def batch_iterator(
-    dataset: Any, indices: Iterable[list[int]], device: torch.device, *, num_workers: int
+    dataset: Any, chosen: Iterable[dict[int, list[int]]], device: torch.device, *, num_workers: int, share: DataShare
 ) -> Iterator[Batch]:
-    """Yields the micro-batches that `indices` names. On a GPU the copy runs beside steps that are queued.
+    """Yields the micro-batches that `chosen` names. On a GPU the copy runs beside steps that are queued.
 
-    dataset: megatron-core's; its config says whether positions count from the start of each document.
+    Args:
+        dataset: megatron-core's; its config says whether positions count from the start of each document.
+        chosen: sample numbers of each micro-batch for every rank in `share.dp_ranks`.
+
+    Raises:
+        UserError: a token id that the vocabulary does not have; file, document and position are named.
     """
-    cuda = device.type == "cuda"
     own_positions: bool = dataset.config.reset_position_ids
     names = ("tokens", "labels", "loss_mask", *(["position_ids"] if own_positions else []))
     loader: DataLoader[Any] = DataLoader(
-        _Samples(dataset, names),
-        batch_sampler=indices,
+        _MicroBatches(dataset, names, share),
+        batch_size=None,
+        sampler=chosen,
         num_workers=num_workers,
-        pin_memory=cuda,
+        pin_memory=device.type == "cuda",
         persistent_workers=num_workers > 0,
         generator=torch.Generator(),  # its own: each start of a loader draws a number, which would shift dropout
     )
@@ -61,10 +124,12 @@ def batch_iterator(
         samples = iter(loader)
     positions_S: Tensor | None = None
     for sample in samples:
+        if "problem" in sample:
+            raise UserError(sample["problem"])
         tokens, labels, mask, *positions = (sample[name].to(device, non_blocking=True) for name in names)
-        if own_positions:
-            yield Batch(tokens, labels, mask.float(), positions[0])
-            continue
-        if positions_S is None:
-            positions_S = torch.arange(tokens.shape[1], device=device)
-        yield Batch(tokens, labels, mask.float(), positions_S[None].expand(tokens.shape[0], -1))
+        gate_ids = GateIds(*sample["gate_ids"]).to(device) if "gate_ids" in sample else None
+        if not own_positions and positions_S is None:
+            whole_1S = torch.arange(tokens.shape[1] * share.cp_size, device=device)[None]
+            positions_S = context_shard(whole_1S, share.cp_rank, share.cp_size)[0]
+        own = positions[0] if positions_S is None else positions_S[None].expand(tokens.shape[0], -1)
+        yield Batch(tokens, labels, mask.float(), own, gate_ids)

@@ -145,15 +145,15 @@ def epoch_index(position: int, size: int) -> int:
 
 
 def micro_batch_indices(
-    start: int, stop: int | None, size: int, *, micro_batch: int, dp_rank: int, dp_size: int
-) -> Iterator[list[int]]:
-    """Sample indices of this rank's micro-batches, from position `start` to `stop` (None: endless).
+    start: int, stop: int | None, size: int, *, micro_batch: int, dp_ranks: Sequence[int], dp_size: int
+) -> Iterator[dict[int, list[int]]]:
+    """Sample indices of the micro-batches of some data-parallel ranks, from position `start` to `stop` (None: endless).
 
     Positions go to micro-batches first and ranks second, so the global batch is the same set of samples for
     every number of ranks. `stop - start` must be a multiple of micro_batch * dp_size.
     """
     position = start
     while stop is None or position < stop:
-        first = position + dp_rank * micro_batch
-        yield [epoch_index(first + i, size) for i in range(micro_batch)]
+        firsts = {rank: position + rank * micro_batch for rank in dp_ranks}
+        yield {rank: [epoch_index(first + i, size) for i in range(micro_batch)] for rank, first in firsts.items()}
         position += micro_batch * dp_size

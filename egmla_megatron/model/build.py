@@ -12,6 +12,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor, nn
 
 from egmla_megatron.attention.core_attention import choose_backend
+from egmla_megatron.attention.gate_ids import GateIds, ids_of_one_rank
 from egmla_megatron.attention.token_table import GateTable
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.config.to_mcore import transformer_config
@@ -46,14 +47,28 @@ class EGMLAModel(GPTModel):
                 group=world.gate,
                 replicas=world.gate_replicas,
             )
+            first = self.decoder.layers[0]
+            first.self_attention.linear_kv_up_proj.before_gate = self.gate_table.wait
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        gate_ids: GateIds | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
         """ids [B,S] -> loss per token [B,S] with labels, else logits [B,S,vocab/TP] (last stage).
 
-        Every stage needs the ids: its own tables are looked up here, with one exchange per micro-batch.
+        Every stage needs the ids: its own tables are looked up here, with one exchange per micro-batch, which is
+        started before the embedding. `gate_ids` are those of a `Batch`; None: every token is a row, found here.
         """
         if self.gate_table is not None:
-            kwargs["extra_block_kwargs"] = {"context": self.gate_table(input_ids)}
+            if gate_ids is None:
+                gate_ids = ids_of_one_rank(input_ids, self.gate_table.group, self.config.gate_exchange)
+            context = {"context": self.gate_table(gate_ids), "context_mask": gate_ids.index_T}
+            kwargs["extra_block_kwargs"] = context
         return super().forward(input_ids, position_ids, attention_mask, **kwargs)
 
 

@@ -10,11 +10,12 @@ from typing import IO, Any, cast
 import torch
 import torch.distributed as dist
 
+from egmla_megatron.attention.gate_ids import GatePlan
 from egmla_megatron.checkpoint.choose import choose_checkpoint
 from egmla_megatron.checkpoint.load import load_checkpoint
 from egmla_megatron.config.check import Layout
 from egmla_megatron.config.schema import RunConfig
-from egmla_megatron.data.batch import Batch, batch_iterator
+from egmla_megatron.data.batch import Batch, DataShare, batch_iterator
 from egmla_megatron.data.dataset import Datasets, build_datasets, micro_batch_indices
 from egmla_megatron.errors import UserError
 from egmla_megatron.model.build import BuiltModel, build_model
@@ -23,7 +24,7 @@ from egmla_megatron.train.lock import lock_run_dir
 from egmla_megatron.train.optimizer import build_optimizer, build_schedule, wrap_ddp
 from egmla_megatron.train.run_dir import write_config
 
-__all__ = ["Prepared", "device_name", "prepare", "training_batches", "validation_batches"]
+__all__ = ["Prepared", "data_share", "device_name", "prepare", "training_batches", "validation_batches"]
 
 
 @dataclass(frozen=True)
@@ -120,18 +121,34 @@ def _same_checkpoint(mine: Path | None, world: World) -> Path | None:
     return choice[0]
 
 
+def data_share(cfg: RunConfig, world: World) -> DataShare:
+    """Which tokens this rank reads, and how its gate group looks them up."""
+    dp_rank, cp_rank = world.dp_rank, world.groups.cp.rank()
+    plan = None
+    if cfg.model.gated:
+        plan = GatePlan(
+            members=world.gate_shards,
+            mine=world.gate.rank(),
+            exchange=cfg.parallel.gate_exchange,
+            unique=cfg.parallel.unique_ids,
+            vocab_size=cfg.model.vocab_size,
+        )
+    return DataShare(cfg.model.vocab_size, dp_rank, cp_rank, world.groups.cp.size(), plan)
+
+
 def training_batches(run: Prepared) -> Iterator[Batch]:
     """This rank's micro-batches from the resumed position on, endless."""
     cfg, world = run.cfg, run.world
+    share = data_share(cfg, world)
     indices = micro_batch_indices(
         run.start_step * cfg.train.global_batch_size,
         None,
         len(run.datasets.train),
         micro_batch=cfg.train.micro_batch_size,
-        dp_rank=world.dp_rank,
+        dp_ranks=share.dp_ranks,
         dp_size=world.layout.dp,
     )
-    return batch_iterator(run.datasets.train, indices, world.device, num_workers=cfg.data.num_workers)
+    return batch_iterator(run.datasets.train, indices, world.device, num_workers=cfg.data.num_workers, share=share)
 
 
 def _validation_samples(cfg: RunConfig, layout: Layout, available: int) -> int:
@@ -156,9 +173,9 @@ def validation_batches(run: Prepared) -> tuple[Iterator[Batch], int]:
     assert run.datasets.valid is not None
     available = len(run.datasets.valid)
     samples = _validation_samples(cfg, world.layout, available)
-    micro_batch, dp = cfg.train.micro_batch_size, world.layout.dp
-    indices = micro_batch_indices(0, samples, available, micro_batch=micro_batch, dp_rank=world.dp_rank, dp_size=dp)
-    batches = batch_iterator(run.datasets.valid, indices, world.device, num_workers=0)
+    micro_batch, dp, share = cfg.train.micro_batch_size, world.layout.dp, data_share(cfg, world)
+    indices = micro_batch_indices(0, samples, available, micro_batch=micro_batch, dp_ranks=share.dp_ranks, dp_size=dp)
+    batches = batch_iterator(run.datasets.valid, indices, world.device, num_workers=0, share=share)
     return batches, samples // (micro_batch * dp)
 
 

@@ -40,7 +40,8 @@ def _forward_step(iterator: Iterator[Batch], model: Any) -> tuple[Tensor, Callab
         # cloned: the schedule scales the loss in place
         return total, count.to(torch.int), {"loss_and_count": torch.stack([total.detach().clone(), count])}
 
-    return model(batch.tokens_BS, batch.position_ids_BS, None, labels=batch.labels_BS), loss_function
+    inputs = (batch.tokens_BS, batch.position_ids_BS, None)
+    return model(*inputs, labels=batch.labels_BS, gate_ids=batch.gate_ids), loss_function
 
 
 def _run_schedule(

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,12 +24,13 @@ from torch import Tensor
 
 from egmla_megatron.config.check import check_config
 from egmla_megatron.config.schema import RunConfig
-from egmla_megatron.data.batch import Batch
+from egmla_megatron.data.batch import Batch, batch_iterator
 from egmla_megatron.data.dataset import micro_batch_indices
 from egmla_megatron.model.build import build_model
 from egmla_megatron.model.names import global_names
 from egmla_megatron.parallel.world import World, close_world, form_groups, open_world, seed_everything
 from egmla_megatron.train.optimizer import build_optimizer, build_schedule, wrap_ddp
+from egmla_megatron.train.setup import data_share
 from egmla_megatron.train.step import evaluate, train_step
 from tests.dist.layouts import COMPARED, cases, run_config
 
@@ -36,23 +38,27 @@ SAMPLES = 24
 Snapshot = dict[str, Any]
 
 
-def batches(cfg: RunConfig, world: World, first: int) -> Iterator[Batch]:
+class RandomSamples:
     """Random sequences; the loss mask has holes, so that micro-batches weigh differently many tokens."""
-    generator = torch.Generator().manual_seed(5)
-    length = cfg.train.seq_length
-    ids_NS = torch.randint(cfg.model.vocab_size, (SAMPLES, length + 1), generator=generator)
-    mask_NS = (torch.rand(SAMPLES, length, generator=generator) > 0.3).float()
-    positions = torch.arange(length)
-    chosen = micro_batch_indices(
-        first,
-        None,
-        SAMPLES,
-        micro_batch=cfg.train.micro_batch_size,
-        dp_rank=world.dp_rank,
-        dp_size=world.layout.dp,
-    )
-    for rows in chosen:
-        yield Batch(ids_NS[rows, :-1], ids_NS[rows, 1:], mask_NS[rows], positions.expand(len(rows), -1))
+
+    config = SimpleNamespace(reset_position_ids=False)  # what the loader asks of megatron-core's data sets
+
+    def __init__(self, cfg: RunConfig) -> None:
+        generator, length = torch.Generator().manual_seed(5), cfg.train.seq_length
+        self.ids_NS = torch.randint(cfg.model.vocab_size, (SAMPLES, length + 1), generator=generator)
+        self.mask_NS = (torch.rand(SAMPLES, length, generator=generator) > 0.3).float()
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        ids_S = self.ids_NS[number]
+        return {"tokens": ids_S[:-1], "labels": ids_S[1:], "loss_mask": self.mask_NS[number]}
+
+
+def batches(cfg: RunConfig, world: World, first: int) -> Iterator[Batch]:
+    """The trainer's own loader on random samples."""
+    share = data_share(cfg, world)
+    micro_batch, dp = cfg.train.micro_batch_size, world.layout.dp
+    chosen = micro_batch_indices(first, None, SAMPLES, micro_batch=micro_batch, dp_ranks=share.dp_ranks, dp_size=dp)
+    return batch_iterator(RandomSamples(cfg), chosen, world.device, num_workers=0, share=share)
 
 
 def whole_gradients(model: Any) -> None:

@@ -53,10 +53,14 @@ def test_every_epoch_reads_every_sample_once(size: int) -> None:
 def global_batches(dp_size: int, start: int, count: int, size: int = 50) -> list[list[int]]:
     """The first `count` global batches of 8, put together from the micro-batches of 2 of all ranks."""
     streams = [
-        micro_batch_indices(start, None, size, micro_batch=2, dp_rank=rank, dp_size=dp_size) for rank in range(dp_size)
+        micro_batch_indices(start, None, size, micro_batch=2, dp_ranks=(rank,), dp_size=dp_size)
+        for rank in range(dp_size)
     ]
     steps = 8 // (2 * dp_size)
-    return [[index for _ in range(steps) for stream in streams for index in next(stream)] for _ in range(count)]
+    return [
+        [index for _ in range(steps) for rank, stream in enumerate(streams) for index in next(stream)[rank]]
+        for _ in range(count)
+    ]
 
 
 @pytest.mark.parametrize("dp_size", [2, 4])
@@ -75,8 +79,14 @@ def test_a_resume_goes_on_where_the_run_stopped(dp_size: int) -> None:
 
 
 def test_indices_stop() -> None:
-    batches = list(micro_batch_indices(4, 12, 100, micro_batch=2, dp_rank=1, dp_size=2))
-    assert batches == [[6, 7], [10, 11]]
+    batches = list(micro_batch_indices(4, 12, 100, micro_batch=2, dp_ranks=(1,), dp_size=2))
+    assert batches == [{1: [6, 7]}, {1: [10, 11]}]
+
+
+def test_a_rank_knows_what_the_others_of_its_gate_group_read() -> None:
+    both = list(micro_batch_indices(4, 20, 100, micro_batch=2, dp_ranks=(0, 1), dp_size=2))
+    alone = [list(micro_batch_indices(4, 20, 100, micro_batch=2, dp_ranks=(r,), dp_size=2)) for r in (0, 1)]
+    assert both == [{**first, **second} for first, second in zip(*alone, strict=True)]
 
 
 @pytest.fixture

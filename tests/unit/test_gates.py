@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from egmla_megatron.attention.gated_kv_up import GATES
+from egmla_megatron.attention.gated_kv_up import GATES, gate_by_row
 from egmla_megatron.attention.reference import ReferenceAttention
 from egmla_megatron.convert.hf import attention_egmla, configuration_egmla
 from egmla_megatron.convert.hf.configuration_egmla import EgmlaConfig
@@ -39,11 +39,23 @@ def test_every_gate_is_known_and_the_same_function(gate: Any) -> None:
     exported.load_state_dict(reference.state_dict())
     latent_BSC, ids_BS = torch.randn(2, 5, model.kv_lora_rank), torch.randint(model.vocab_size, (2, 5))
     normed_BSC = reference.kv_a_layernorm(latent_BSC)
-    expected = GATES[gate](reference.kv_b_proj(normed_BSC), reference.gate_proj(reference.gate_embed(ids_BS)))
+    gated = GATES[gate].combine
+    expected = gated(reference.kv_b_proj(normed_BSC), reference.gate_proj(reference.gate_embed(ids_BS)))
     assert torch.equal(reference.gated_kv(latent_BSC, ids_BS), expected)
     key, value = exported.expand(normed_BSC, torch.zeros(2, 5, model.qk_rope_head_dim), ids_BS)
     key = key[..., : model.qk_nope_head_dim]
     torch.testing.assert_close(torch.cat((key, value), dim=-1).transpose(1, 2).flatten(-2), expected)
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_gradients_of_gates_by_row(gate: str) -> None:
+    """Against finite differences in float64; rows that several tokens use, one that none uses (padding)."""
+    torch.manual_seed(0)
+    up_SBN, gate_UN = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 2, 5), (4, 5)))
+    index_T = torch.tensor([0, 2, 2, 0, 2, 1])
+    by_row = gate_by_row(up_SBN, gate_UN, index_T, GATES[gate])
+    assert torch.equal(by_row, gate_by_row(up_SBN, gate_UN[index_T], None, GATES[gate]))
+    assert torch.autograd.gradcheck(lambda up, rows: gate_by_row(up, rows, index_T, GATES[gate]), (up_SBN, gate_UN))
 
 
 def test_an_unknown_gate_is_refused_by_name() -> None:

@@ -13,12 +13,12 @@ import torch
 from egmla_megatron.config.load import load_config
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.data import index_cache
-from egmla_megatron.data.batch import batch_iterator
+from egmla_megatron.data.batch import Batch, DataShare, batch_iterator
 from egmla_megatron.data.dataset import build_datasets
 from egmla_megatron.data.documents import check_document_options
 from egmla_megatron.data.index_cache import index_folder
 from egmla_megatron.errors import UserError
-from tests.tiny import MHA, tiny_model, write_dataset, write_run
+from tests.tiny import MHA, TINY, tiny_model, write_dataset, write_run
 
 
 @pytest.fixture
@@ -113,10 +113,15 @@ def test_masks_that_no_kernel_honours_are_refused(cfg: RunConfig) -> None:
         check_document_options(changed(cfg, data={"reset_position_ids": True}))
 
 
+def first_batch(dataset: Any, numbers: list[int]) -> Batch:
+    share = DataShare(TINY.vocab_size)
+    return next(batch_iterator(dataset, [{0: numbers}], torch.device("cpu"), num_workers=0, share=share))
+
+
 def test_learned_positions_can_count_from_each_document(cfg: RunConfig, world: Any) -> None:
     mha = replace(cfg, model=tiny_model(**MHA), data=replace(cfg.data, reset_position_ids=True))
     dataset = build_datasets(mha).train
-    batch = next(batch_iterator(dataset, [[0, 1, 2, 3]], torch.device("cpu"), num_workers=0))
+    batch = first_batch(dataset, [0, 1, 2, 3])
     expected = torch.zeros_like(batch.tokens_BS)
     for row, tokens in enumerate(batch.tokens_BS.tolist()):
         position = 0
@@ -125,14 +130,14 @@ def test_learned_positions_can_count_from_each_document(cfg: RunConfig, world: A
             position = 0 if token == 0 else position + 1  # id 0 ends documents here
     assert torch.equal(batch.position_ids_BS, expected)
     assert (batch.position_ids_BS != torch.arange(cfg.train.seq_length)).any()
-    plain = next(batch_iterator(build_datasets(cfg).train, [[0, 1]], torch.device("cpu"), num_workers=0))
+    plain = first_batch(build_datasets(cfg).train, [0, 1])
     assert torch.equal(plain.position_ids_BS, torch.arange(cfg.train.seq_length).expand(2, -1))
 
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_loss_behind_a_documents_end(cfg: RunConfig, world: Any, masked: bool) -> None:
     dataset = build_datasets(changed(cfg, data={"eod_mask_loss": masked})).train
-    batch = next(batch_iterator(dataset, [[0, 1, 2, 3]], torch.device("cpu"), num_workers=0))
+    batch = first_batch(dataset, [0, 1, 2, 3])
     ends = batch.tokens_BS == 0
     assert ends.any() and (batch.loss_mask_BS[ends] == (0.0 if masked else 1.0)).all()
     assert (batch.loss_mask_BS[~ends] == 1).all()

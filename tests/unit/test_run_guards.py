@@ -121,14 +121,15 @@ def test_an_error_of_one_rank_becomes_every_ranks(world: Any) -> None:
 
 ORPHAN = """
 import torch
-from egmla_megatron.data.batch import batch_iterator
+from egmla_megatron.data.batch import DataShare, batch_iterator
 from types import SimpleNamespace as Fake
 
 class Data(list):
     config = Fake(reset_position_ids=False)
 
-sample = {name: torch.ones(4) for name in ("tokens", "labels", "loss_mask")}
-batches = batch_iterator(Data([sample] * 8), [[0], [1], [2], [3]], torch.device("cpu"), num_workers=1)
+sample = {name: torch.ones(4, dtype=torch.long) for name in ("tokens", "labels", "loss_mask")}
+chosen = [{0: [n]} for n in range(4)]
+batches = batch_iterator(Data([sample] * 8), chosen, torch.device("cpu"), num_workers=1, share=DataShare(9))
 next(batches)
 raise RuntimeError("a bug")
 """

@@ -1,0 +1,98 @@
+"""How long the exchange's collectives take, and how long a step really waits for them. Off unless measured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["ExchangeProbe", "collective", "waiting", "watch_exchange"]
+
+_active: ExchangeProbe | None = None  # one measurement at a time, in one process
+
+
+class _Span:
+    """Time between two points: of the current CUDA stream, or of the host where there is none."""
+
+    def __init__(self, cuda: bool) -> None:
+        self.cuda = cuda
+        self.begin, self.end = self._now(), None
+
+    def _now(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def stop(self) -> None:
+        self.end = self._now()
+
+    def ms(self) -> float:
+        """Milliseconds; on a GPU only after a synchronisation."""
+        return self.begin.elapsed_time(self.end) if self.cuda else (self.end - self.begin) * 1e3
+
+
+class ExchangeProbe:
+    """Collects while `watch_exchange` is entered; read after the device was synchronised."""
+
+    def __init__(self) -> None:
+        self.spans: list[_Span] = []  # collectives, on the stream they run on
+        self.waits: list[_Span] = []  # on the stream of the layers: from wanting the rows to having them
+        self.behind: list[tuple[Any, Any]] = []  # backward: (layers' stream has nothing left to do, collective done)
+
+    def exchange_ms(self) -> float:
+        """Milliseconds inside the collectives, waiting for slower ranks included."""
+        return sum(span.ms() for span in self.spans)
+
+    def exposed_ms(self) -> float:
+        """Milliseconds that the layers' stream had to wait for collectives: forward before the first gate, backward
+        behind the last layer. On a CPU every collective is waited for."""
+        if any(not span.cuda for span in self.spans):
+            return self.exchange_ms()
+        forward = sum(span.ms() for span in self.waits)
+        return forward + sum(max(0.0, idle.elapsed_time(done)) for idle, done in self.behind)
+
+
+@contextmanager
+def watch_exchange() -> Iterator[ExchangeProbe]:
+    """Measure the exchanges of the steps inside."""
+    global _active
+    probe = _active = ExchangeProbe()
+    try:
+        yield probe
+    finally:
+        _active = None
+
+
+@contextmanager
+def collective(payload: Tensor, layers: torch.cuda.Stream | None = None) -> Iterator[None]:
+    """Wraps one collective of the exchange. `layers`: in backward, the stream on which the layers ran before it."""
+    probe = _active
+    if probe is None:
+        yield
+        return
+    idle = layers.record_event(torch.cuda.Event(enable_timing=True)) if layers is not None else None
+    span = _Span(payload.is_cuda)
+    yield
+    span.stop()
+    probe.spans.append(span)
+    if idle is not None:
+        probe.behind.append((idle, span.end))
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """Wraps the point where the layers' stream waits for the rows (CUDA)."""
+    probe = _active
+    if probe is None:
+        yield
+        return
+    span = _Span(cuda=True)
+    yield
+    span.stop()
+    probe.waits.append(span)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +15,7 @@ from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.data.batch import Batch, batch_iterator
 from egmla_megatron.data.dataset import build_datasets, micro_batch_indices
 from egmla_megatron.parallel.world import World
+from egmla_megatron.train.setup import data_share
 
 __all__ = ["InMemoryDataset", "Rows", "micro_batches", "open_dataset", "rows_of_step"]
 
@@ -56,24 +57,27 @@ def open_dataset(cfg: RunConfig, steps: int) -> Any:
     return InMemoryDataset(torch.from_numpy(ids))
 
 
-def _indices(cfg: RunConfig, dataset: Any, dp_rank: int, dp_size: int, step: int = 0) -> Iterator[list[int]]:
+def _chosen(
+    cfg: RunConfig, dataset: Any, dp_ranks: Sequence[int], dp_size: int, step: int = 0
+) -> Iterator[dict[int, list[int]]]:
     first, micro_batch = step * cfg.train.global_batch_size, cfg.train.micro_batch_size
-    return micro_batch_indices(first, None, len(dataset), micro_batch=micro_batch, dp_rank=dp_rank, dp_size=dp_size)
+    return micro_batch_indices(first, None, len(dataset), micro_batch=micro_batch, dp_ranks=dp_ranks, dp_size=dp_size)
 
 
 def micro_batches(cfg: RunConfig, world: World, dataset: Any) -> Iterator[Batch]:
     """This rank's micro-batches from the first step on, endless. The one place that makes batches."""
-    indices = _indices(cfg, dataset, world.dp_rank, world.layout.dp)
-    return batch_iterator(dataset, indices, world.device, num_workers=cfg.data.num_workers)
+    share = data_share(cfg, world)
+    chosen = _chosen(cfg, dataset, share.dp_ranks, world.layout.dp)
+    return batch_iterator(dataset, chosen, world.device, num_workers=cfg.data.num_workers, share=share)
 
 
 def rows_of_step(cfg: RunConfig, dataset: Any, ranks: int, step: int) -> Rows:
     """Counted on the host from the data alone, for all of `ranks` data-parallel ranks."""
-    streams = [_indices(cfg, dataset, rank, ranks, step) for rank in range(ranks)]
+    stream = _chosen(cfg, dataset, range(ranks), ranks, step)
     own, union, fractions = 0, 0, []
     rounds = cfg.train.global_batch_size // (cfg.train.micro_batch_size * ranks)
     for _ in range(rounds):
-        ids = [torch.stack([dataset[i]["tokens"] for i in next(stream)]).flatten() for stream in streams]
+        ids = [torch.stack([dataset[i]["tokens"] for i in numbers]).flatten() for numbers in next(stream).values()]
         distinct = [each.unique() for each in ids]
         own += max(map(len, distinct))
         union += len(torch.cat(distinct).unique())

@@ -6,25 +6,25 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from egmla_megatron.attention import exchange
+import torch
+
+from egmla_megatron.attention.exchange_probe import watch_exchange
+from egmla_megatron.bench.link import synchronize
 
 __all__ = ["ExchangeTimes", "timed_exchange"]
 
 
 @dataclass(frozen=True)
 class ExchangeTimes:
-    """Of one step on this rank, in ms; None: the model has no probe."""
+    """Of one step on this rank."""
 
-    exchange_ms: float | None  # its collectives alone
-    exposed_ms: float | None  # time for which the step waited for them
+    exchange_ms: float  # inside its collectives
+    exposed_ms: float  # for which the layers waited for them
 
 
-def timed_exchange(step: Callable[[], Any]) -> ExchangeTimes:
+def timed_exchange(step: Callable[[], Any], device: torch.device) -> ExchangeTimes:
     """Runs `step`, a whole training step of a model with sharded tables."""
-    watch = getattr(exchange, "watch_exchange", None)
-    if watch is None:
+    with watch_exchange() as probe:
         step()
-        return ExchangeTimes(None, None)
-    with watch() as probe:
-        step()
+    synchronize(device)
     return ExchangeTimes(probe.exchange_ms(), probe.exposed_ms())

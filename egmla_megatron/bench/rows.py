@@ -47,18 +47,10 @@ def _worst(rounds: Sequence[Sequence[Any]], value: Callable[[Any], float | None]
     return max(known) if len(known) == len(values) else None
 
 
-def _exchange(rounds: Sequence[Sequence[Any]], name: str, facts: Facts) -> float | None:
+def _exchange(rounds: Sequence[Sequence[Any]], name: str) -> float:
     """Median over steps of the rank that spent most in it; 0 where nothing is exchanged."""
-    if not facts.variant.sharded or facts.ranks == 1:
-        return 0.0
-    found = []
-    for ranks in rounds:
-        for step in zip(*(rank.exchange for rank in ranks), strict=True):
-            values = [getattr(times, name) for times in step]
-            if None in values:
-                return None
-            found.append(max(values))
-    return statistics.median(found) if found else None
+    steps = [step for ranks in rounds for step in zip(*(rank.exchange for rank in ranks), strict=True)]
+    return statistics.median(max(getattr(times, name) for times in step) for step in steps) if steps else 0.0
 
 
 def make_row(facts: Facts, rounds: Sequence[Sequence[Any]]) -> dict[str, Any]:
@@ -81,8 +73,8 @@ def make_row(facts: Facts, rounds: Sequence[Sequence[Any]]) -> dict[str, Any]:
         "n": len(times),
         "tokens_per_second": facts.tokens_per_step / median * 1e3,
         "peak_mib": _worst(rounds, lambda rank: rank.peak_mib),
-        "exchange_ms": _exchange(rounds, "exchange_ms", facts),
-        "exposed_ms": _exchange(rounds, "exposed_ms", facts),
+        "exchange_ms": _exchange(rounds, "exchange_ms"),
+        "exposed_ms": _exchange(rounds, "exposed_ms"),
         "bytes_sent_per_rank": round(max(rank.sent_bytes for ranks in rounds for rank in ranks)),
         "bytes_predicted_per_rank": round(facts.predicted.total),
         "gate_group": facts.variant.gate_group(facts.ranks),

@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 __all__ = ["ExchangeProbe", "collective", "waiting", "watch_exchange"]
 
@@ -38,24 +40,37 @@ class _Span:
 
 
 class ExchangeProbe:
-    """Collects while `watch_exchange` is entered; read after the device was synchronised."""
+    """Collects while `watch_exchange` is entered; read after the device was synchronised, on every rank of a group.
+
+    A rank that comes early waits for the others, which is no cost of the exchange: each number is the least over the
+    ranks of `group`, that of the rank that came last.
+    """
 
     def __init__(self) -> None:
         self.spans: list[_Span] = []  # collectives, on the stream they run on
         self.waits: list[_Span] = []  # on the stream of the layers: from wanting the rows to having them
         self.behind: list[tuple[Any, Any]] = []  # backward: (layers' stream has nothing left to do, collective done)
 
-    def exchange_ms(self) -> float:
-        """Milliseconds inside the collectives, waiting for slower ranks included."""
-        return sum(span.ms() for span in self.spans)
+    def exchange_ms(self, group: ProcessGroup | None) -> float:
+        """Milliseconds inside the collectives."""
+        return _least([span.ms() for span in self.spans], group)
 
-    def exposed_ms(self) -> float:
+    def exposed_ms(self, group: ProcessGroup | None) -> float:
         """Milliseconds that the layers' stream had to wait for collectives: forward before the first gate, backward
         behind the last layer. On a CPU every collective is waited for."""
         if any(not span.cuda for span in self.spans):
-            return self.exchange_ms()
-        forward = sum(span.ms() for span in self.waits)
-        return forward + sum(max(0.0, idle.elapsed_time(done)) for idle, done in self.behind)
+            return self.exchange_ms(group)
+        behind = [max(0.0, idle.elapsed_time(done)) for idle, done in self.behind]
+        return _least([span.ms() for span in self.waits] + behind, group)
+
+
+def _least(times_ms: list[float], group: ProcessGroup | None) -> float:
+    """Sum over collectives of the least time over ranks; group None: this rank's alone."""
+    if group is not None and times_ms:
+        everyone: list[Any] = [None] * group.size()
+        dist.all_gather_object(everyone, times_ms, group=group)
+        times_ms = [min(times) for times in zip(*everyone, strict=True)]
+    return sum(times_ms)
 
 
 @contextmanager

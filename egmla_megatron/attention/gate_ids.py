@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from egmla_megatron.attention.sum_by_row import pack_row_map
+
 __all__ = ["GateIds", "GatePlan", "distinct_ids", "ids_of_one_rank", "padded_size"]
 
 # W gate group size, B sequences, S tokens of a sequence, T = S * B tokens in sequence-first order,
@@ -30,7 +32,7 @@ class GateIds:
 
     lookup_R: Tensor  # int64, ids to look up in this rank's columns
     own_U: Tensor | None  # int64, own rows among the received ones, None: all of them in order
-    index_T: Tensor | None  # int64, own row of every token, None: row t belongs to token t
+    row_map: Tensor | None  # int64, own row of every token (`pack_row_map`), None: row t belongs to token t
 
     def to(self, device: torch.device) -> GateIds:
         """A copy on the device, not waited for."""
@@ -40,7 +42,7 @@ class GateIds:
     @property
     def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The three fields in order."""
-        return self.lookup_R, self.own_U, self.index_T
+        return self.lookup_R, self.own_U, self.row_map
 
 
 def padded_size(rows: int, tokens: int) -> int:
@@ -96,7 +98,7 @@ class GatePlan:
         tokens = len(flat[self.members[self.mine]])
         rows = padded_size(max(len(distinct_U) for distinct_U, _ in found.values()), tokens)
         lookup_R = torch.cat([_padded(found[key][0], rows, 0) for key in self.members])
-        return GateIds(lookup_R, None, found[self.members[self.mine]][1])
+        return GateIds(lookup_R, None, pack_row_map(found[self.members[self.mine]][1], rows))
 
     def _gathered(self, flat: dict[tuple[int, int], Tensor]) -> GateIds:
         """Every member receives the rows of the whole group, each once, and picks its own."""
@@ -111,8 +113,9 @@ class GatePlan:
         own, index_T = distinct_ids(place[keys.index(mine) * tokens :][:tokens], len(union))
         size = padded_size(len(union) + 1, tokens)  # the last row is padding, so that padding can point there
         if len(keys) == 1:
-            return GateIds(_padded(union, size, 0), None, index_T)
-        return GateIds(_padded(union, size, 0), _padded(own, padded_size(len(own), tokens), size - 1), index_T)
+            return GateIds(_padded(union, size, 0), None, pack_row_map(index_T, size))
+        own_U = _padded(own, padded_size(len(own), tokens), size - 1)
+        return GateIds(_padded(union, size, 0), own_U, pack_row_map(index_T, len(own_U)))
 
 
 def ids_of_one_rank(ids_BS: Tensor, group: ProcessGroup, exchange: str) -> GateIds:

@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
+from egmla_megatron.attention.sum_by_row import sum_by_row, unpack_row_map
+
 __all__ = ["GATES", "Gate", "GateInput", "GatedKVUp", "gate_by_row", "layer_norm_over_tp"]
 
 # S sequence, B batch, T = S * B tokens, U rows (distinct ids), N = heads * (nope + v) / TP columns of this rank,
@@ -37,7 +39,7 @@ class GateInput(NamedTuple):
     """What a layer gates with."""
 
     rows_UD: Tensor  # gate embeddings of the micro-batch's rows
-    index_T: Tensor | None  # row of every token, tokens in sequence-first order; None: row t belongs to token t
+    row_map: Tensor | None  # row of every token in sequence-first order (`pack_row_map`), None: row t is token t's
 
 
 # name of ModelConfig.gate -> the gate; a new variant is one entry here
@@ -51,28 +53,27 @@ class _GateByRow(torch.autograd.Function):
     """combine(up[t], gate[index[t]]): the gates of the tokens are never saved, only those of the rows."""
 
     @staticmethod
-    def forward(ctx: Any, up_TN: Tensor, gate_UN: Tensor, index_T: Tensor, gate: Gate) -> Tensor:
-        ctx.save_for_backward(up_TN, gate_UN, index_T)
+    def forward(ctx: Any, up_TN: Tensor, gate_UN: Tensor, row_map: Tensor, gate: Gate) -> Tensor:
+        ctx.save_for_backward(up_TN, gate_UN, row_map)
         ctx.gate = gate
-        return gate.combine(up_TN, gate_UN.index_select(0, index_T))
+        return gate.combine(up_TN, gate_UN.index_select(0, row_map[: len(up_TN)]))
 
     @staticmethod
     def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        up_TN, gate_UN, index_T = ctx.saved_tensors
-        grad_up_TN, grad_gate_TN = ctx.gate.gradients(grad_TN, up_TN, gate_UN.index_select(0, index_T))
-        # sums the tokens of a row in fp32 and in a fixed order, which index_add does not
-        grad_gate_UN = torch.ops.aten.embedding_dense_backward(grad_gate_TN, index_T, len(gate_UN), -1, False)
-        return grad_up_TN, grad_gate_UN, None, None
+        up_TN, gate_UN, row_map = ctx.saved_tensors
+        rows = unpack_row_map(row_map, len(up_TN))
+        grad_up_TN, grad_gate_TN = ctx.gate.gradients(grad_TN, up_TN, gate_UN.index_select(0, rows.index_T))
+        return grad_up_TN, sum_by_row(grad_gate_TN, rows), None, None
 
 
-def gate_by_row(up_SBN: Tensor, gate_UN: Tensor, index_T: Tensor | None, gate: Gate) -> Tensor:
-    """The gate of row `index_T[t]` on token t, tokens in sequence-first order; index None: row t on token t.
+def gate_by_row(up_SBN: Tensor, gate_UN: Tensor, row_map: Tensor | None, gate: Gate) -> Tensor:
+    """Each token gated by its row, tokens in sequence-first order; row_map None: row t on token t.
 
-    up [S,B,N], gates of the rows [U,N], index [S * B] -> gated [S,B,N].
+    up [S,B,N], gates of the rows [U,N], row map of the S * B tokens (`pack_row_map`) -> gated [S,B,N].
     """
-    if index_T is None:
+    if row_map is None:
         return gate.combine(up_SBN, gate_UN.view_as(up_SBN))
-    return _GateByRow.apply(up_SBN.flatten(0, 1), gate_UN, index_T, gate).view_as(up_SBN)
+    return _GateByRow.apply(up_SBN.flatten(0, 1), gate_UN, row_map, gate).view_as(up_SBN)
 
 
 def layer_norm_over_tp(x_SBN: Tensor, weight_N: Tensor, bias_N: Tensor, eps: float, group: ProcessGroup) -> Tensor:
@@ -150,7 +151,7 @@ class GatedKVUp(MegatronModule):
         # no all-reduce of the input gradient over TP: the exchange's adjoint, or the expert-data-parallel
         # sum of the table's gradient at W = 1, adds the ranks' parts
         gate_UN = F.linear(self.gate_input.rows_UD, self.gate_proj_weight)
-        return self._norm(gate_by_row(up_SBN, gate_UN, self.gate_input.index_T, self.gate)), None
+        return self._norm(gate_by_row(up_SBN, gate_UN, self.gate_input.row_map, self.gate)), None
 
     def _norm(self, x_SBN: Tensor) -> Tensor:
         if not self.config.gate_norm:

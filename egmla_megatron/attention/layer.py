@@ -71,10 +71,10 @@ class EGMLASelfAttention(MLASelfAttention):
         if not self.recompute_up_proj:
             return self._gated(self.gate_input, hidden_states, *args, **kwargs)
 
-        def qkv(hidden: Tensor, rows_UD: Tensor, index_T: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        def qkv(hidden: Tensor, rows_UD: Tensor, row_map: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
             self.recompute_up_proj = False  # the parent must not checkpoint once more inside
             try:
-                return self._gated(GateInput(rows_UD, index_T), hidden, *args, **kwargs)[:3]
+                return self._gated(GateInput(rows_UD, row_map), hidden, *args, **kwargs)[:3]
             finally:
                 self.recompute_up_proj = True
 
@@ -107,8 +107,8 @@ class EGMLATransformerLayer(TransformerLayer):
     ) -> tuple[Tensor, Tensor | None]:
         """hidden states [S,B,H], context and context_mask -> hidden states and context, for the next layer.
 
-        context: gate embeddings of the stage's layers [U,L,D] for U rows. context_mask: the row of every token [S * B]
-        in sequence-first order, None: row t belongs to token t.
+        context: gate embeddings of the stage's layers [U,L,D] for U rows. context_mask: which row each token uses
+        (`pack_row_map` of the S * B tokens in sequence-first order), None: row t belongs to token t.
         """
         if context is None:
             raise RuntimeError("EGMLATransformerLayer needs context=gate embeddings: call it through EGMLAModel")

@@ -65,36 +65,38 @@ class GateTable(MegatronModule):
     def forward(self, ids: GateIds) -> Tensor:
         """Row numbers of a micro-batch -> gate embeddings of every layer of its own rows [U,L,D].
 
-        With W > 1 on a GPU it runs on `self.stream`, in backward too, so that it overlaps with the embedding and the
-        first layer; who reads the result waits for that stream before (`wait`).
+        With W > 1 on a GPU the exchange runs on `self.stream`, in backward too, so that it overlaps with the embedding
+        and the first layer; who reads the result waits for that stream before (`wait`).
         """
+        vocab, layers, columns = self.weight.shape
+        rows_RLC = F.embedding(ids.lookup_R, self.weight.view(vocab, layers * columns)).view(-1, layers, columns)
+        if self.group.size() == 1:
+            return rows_RLC
         if self.stream is None:
-            return self._rows(ids)
-        layers = torch.cuda.current_stream()
-        self.stream.wait_stream(layers)  # for the ids, and for weights that were just updated
+            return self._exchange(rows_RLC, ids.own_U, None)
+        stream = torch.cuda.current_stream()
+        self.stream.wait_stream(stream)
         with torch.cuda.stream(self.stream):
-            rows_ULD = self._rows(ids, layers)
-        rows_ULD.record_stream(layers)
-        for ids_N in ids.tensors:
-            if ids_N is not None:
-                ids_N.record_stream(self.stream)
+            rows_ULD = self._exchange(rows_RLC, ids.own_U, stream)
+        # each was made on one stream and is read on the other: its memory must not be reused before
+        rows_RLC.record_stream(self.stream)
+        rows_ULD.record_stream(stream)
+        if ids.own_U is not None:
+            ids.own_U.record_stream(self.stream)
         return rows_ULD
+
+    def _exchange(self, rows_RLC: Tensor, own_U: Tensor | None, stream: torch.cuda.Stream | None) -> Tensor:
+        exchange = EXCHANGES[self.config.gate_exchange]
+        at_once = rows_RLC.shape[1] if self.config.gate_granularity == "fused" else 1
+        parts = [exchange(part, self.group, stream) for part in rows_RLC.split(at_once, dim=1)]
+        rows_RLD = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        return rows_RLD if own_U is None else select_rows(rows_RLD, own_U)
 
     def wait(self) -> None:
         """Let the current stream wait for the rows of every forward so far."""
         if self.stream is not None:
             with waiting():
                 torch.cuda.current_stream().wait_stream(self.stream)
-
-    def _rows(self, ids: GateIds, stream: torch.cuda.Stream | None = None) -> Tensor:
-        vocab, layers, columns = self.weight.shape
-        rows_RLC = F.embedding(ids.lookup_R, self.weight.view(vocab, layers * columns)).view(-1, layers, columns)
-        if self.group.size() > 1:
-            exchange = EXCHANGES[self.config.gate_exchange]
-            at_once = layers if self.config.gate_granularity == "fused" else 1
-            parts = [exchange(part, self.group, stream) for part in rows_RLC.split(at_once, dim=1)]
-            rows_RLC = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        return rows_RLC if ids.own_U is None else select_rows(rows_RLC, ids.own_U)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None

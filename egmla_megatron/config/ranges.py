@@ -36,6 +36,7 @@ _NOT_NEGATIVE = (
     "optimizer.weight_decay",
     "optimizer.clip_grad",
     "optimizer.gate_table_lr_ratio",
+    "parallel.grad_bucket_params",
     "checkpoint.interval_steps",
     "checkpoint.interval_minutes",
     "checkpoint.keep",

@@ -137,6 +137,7 @@ def ddp_config(cfg: RunConfig) -> DistributedDataParallelConfig:
         grad_reduce_in_fp32=cfg.parallel.grad_reduce_dtype == "fp32",
         use_distributed_optimizer=cfg.optimizer.distributed,
         overlap_grad_reduce=cfg.parallel.overlap_grad_reduce,
+        bucket_size=cfg.parallel.grad_bucket_params or None,
         overlap_param_gather=cfg.parallel.overlap_param_gather,
         check_for_nan_in_grad=False,
     )

@@ -67,7 +67,7 @@ class EGMLAModel(GPTModel):
         if self.gate_table is not None:
             if gate_ids is None:
                 gate_ids = ids_of_one_rank(input_ids, self.gate_table.group, self.config.gate_exchange)
-            context = {"context": self.gate_table(gate_ids), "context_mask": gate_ids.index_T}
+            context = {"context": self.gate_table(gate_ids), "context_mask": gate_ids.row_map}
             kwargs["extra_block_kwargs"] = context
         return super().forward(input_ids, position_ids, attention_mask, **kwargs)
 

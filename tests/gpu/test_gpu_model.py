@@ -78,11 +78,14 @@ def _oracle(built: object, model: ModelConfig, ids_BS: Tensor) -> tuple[Tensor, 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_bf16_matches_the_fp32_oracle(world: object, implementation: str, variant: str) -> None:
+@pytest.mark.parametrize("unique", [True, False], ids=["distinct", "every"])
+def test_bf16_matches_the_fp32_oracle(world: object, implementation: str, variant: str, unique: bool) -> None:
+    """`unique`: a gate for each distinct id as in training, else one for each token."""
     if implementation == "te" and importlib.util.find_spec("transformer_engine") is None:
         pytest.skip("transformer_engine is not installed")
     import os
 
+    from egmla_megatron.attention.gate_ids import GatePlan
     from egmla_megatron.convert.names import to_hf_tensors
     from egmla_megatron.model.build import build_model
     from egmla_megatron.model.names import canonical_name, global_names
@@ -96,7 +99,10 @@ def test_bf16_matches_the_fp32_oracle(world: object, implementation: str, varian
     expected_loss, expected_grads = _oracle(built, model, ids_BS)
     ids = ids_BS.cuda()
     positions = torch.arange(128, device="cuda")[None].expand(2, -1)
-    loss = built.wrapped(ids[:, :-1], positions, None, labels=ids[:, 1:].contiguous()).float().mean()
+    plan = GatePlan(((0, 0),), 0, "all_to_all", unique, model.vocab_size)
+    gate_ids = plan.plan({(0, 0): ids_BS[:, :-1]}).to(ids.device) if model.gated else None
+    labels = ids[:, 1:].contiguous()
+    loss = built.wrapped(ids[:, :-1], positions, None, labels=labels, gate_ids=gate_ids).float().mean()
     loss.backward()
     grads = {canonical_name(n): p.grad.float().cpu() for n, p in global_names(built.module)}
     got_grads = dict(to_hf_tensors(grads, model))
@@ -108,3 +114,20 @@ def test_bf16_matches_the_fp32_oracle(world: object, implementation: str, varian
     )
     assert abs(loss.item() - float(expected_loss)) < 0.01
     assert errors[worst] < 0.06, (worst, errors[worst])
+
+
+@pytest.mark.parametrize("columns", [40, 256, 1537])
+def test_sums_by_row(columns: int) -> None:
+    """Against float64: frequent rows, rows of one token, rows of none; twice the same bits."""
+    from egmla_megatron.attention.sum_by_row import pack_row_map, sum_by_row, unpack_row_map
+
+    generator = torch.Generator().manual_seed(3)
+    index_T = (torch.rand(1000, generator=generator) ** 3 * 200).long()
+    rows = unpack_row_map(pack_row_map(index_T, 208).cuda(), 1000)
+    x_TN = torch.randn(1000, columns, generator=generator)
+    expected = torch.zeros(208, columns, dtype=torch.float64).index_add_(0, index_T, x_TN.double())
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 8e-3)):
+        got = sum_by_row(x_TN.to("cuda", dtype), rows)
+        error = (got.double().cpu() - expected).abs().max() / expected.abs().max()
+        assert error < tolerance
+        assert torch.equal(got, sum_by_row(x_TN.to("cuda", dtype), rows))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from egmla_megatron.attention.gate_ids import GatePlan, distinct_ids, padded_size
+from egmla_megatron.attention.sum_by_row import unpack_row_map
 from egmla_megatron.config.load import load_config
 from egmla_megatron.data.batch import DataShare, batch_iterator
 from egmla_megatron.data.dataset import build_datasets
@@ -41,9 +42,10 @@ def test_plans_of_a_group_fit_together(members: list[tuple[int, int]], exchange:
         if exchange == "all_to_all":
             rows = rows.view(len(members), -1)[mine]
         rows = rows if plan.own_U is None else rows[plan.own_U]
-        got_T = rows if plan.index_T is None else rows[plan.index_T]
-        assert torch.equal(got_T, tokens[key].t().reshape(-1))
-        assert (plan.index_T is not None) == unique
+        expected_T = tokens[key].t().reshape(-1)
+        assert (plan.row_map is not None) == unique
+        got_T = rows if plan.row_map is None else rows[plan.row_map[: len(expected_T)]]
+        assert torch.equal(got_T, expected_T)
 
 
 def test_padding_is_never_indexed_and_points_at_padding() -> None:
@@ -51,7 +53,11 @@ def test_padding_is_never_indexed_and_points_at_padding() -> None:
     plan = GatePlan(((0, 0), (1, 0)), 0, "all_gather", True, VOCAB).plan(tokens)
     assert plan.lookup_R.tolist() == [1, 2, 3, 5, 7, 9, 0, 0]
     assert plan.own_U is not None and plan.own_U.tolist() == [3, 4, 5, 7, 7, 7, 7, 7]
-    assert plan.index_T is not None and plan.index_T.tolist() == [0, 1, 0, 2]
+    assert plan.row_map is not None
+    index_T, order_T, starts_V = unpack_row_map(plan.row_map, 4)
+    assert index_T.tolist() == [0, 1, 0, 2]
+    assert order_T.tolist() == [0, 2, 1, 3]
+    assert starts_V.tolist() == [0, 2, 3, 4, 4, 4, 4, 4, 4]
     plan = GatePlan(((0, 0), (1, 0)), 1, "all_to_all", True, VOCAB).plan(tokens)
     assert plan.lookup_R.tolist() == [5, 7, 9, 0, 0, 0, 0, 0, 1, 2, 3, 7, 0, 0, 0, 0]
 
@@ -108,4 +114,4 @@ def test_both_exchanges_of_a_token_table_need_no_plan(world: World) -> None:
     for exchange in ("all_to_all", "all_gather"):
         found = ids_of_one_rank(ids_BS, world.gate, exchange)
         assert found.lookup_R.tolist() == [1, 4, 2, 5, 3, 6]
-        assert found.own_U is None and found.index_T is None
+        assert found.own_U is None and found.row_map is None

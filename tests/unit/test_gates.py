@@ -11,6 +11,7 @@ import torch
 
 from egmla_megatron.attention.gated_kv_up import GATES, gate_by_row
 from egmla_megatron.attention.reference import ReferenceAttention
+from egmla_megatron.attention.sum_by_row import pack_row_map
 from egmla_megatron.convert.hf import attention_egmla, configuration_egmla
 from egmla_megatron.convert.hf.configuration_egmla import EgmlaConfig
 from egmla_megatron.convert.hf.layers_egmla import EgmlaAttention
@@ -53,9 +54,10 @@ def test_gradients_of_gates_by_row(gate: str) -> None:
     torch.manual_seed(0)
     up_SBN, gate_UN = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 2, 5), (4, 5)))
     index_T = torch.tensor([0, 2, 2, 0, 2, 1])
-    by_row = gate_by_row(up_SBN, gate_UN, index_T, GATES[gate])
+    row_map = pack_row_map(index_T, 4)
+    by_row = gate_by_row(up_SBN, gate_UN, row_map, GATES[gate])
     assert torch.equal(by_row, gate_by_row(up_SBN, gate_UN[index_T], None, GATES[gate]))
-    assert torch.autograd.gradcheck(lambda up, rows: gate_by_row(up, rows, index_T, GATES[gate]), (up_SBN, gate_UN))
+    assert torch.autograd.gradcheck(lambda up, rows: gate_by_row(up, rows, row_map, GATES[gate]), (up_SBN, gate_UN))
 
 
 def test_an_unknown_gate_is_refused_by_name() -> None:

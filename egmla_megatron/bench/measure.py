@@ -111,7 +111,7 @@ def _measure(cfg: RunConfig, world: World, step: Callable[[], float], schedule: 
     for each in counter.found:
         if each.ranks > 1:
             calls[each.name] = calls.get(each.name, 0) + 1
-    probed = [timed_exchange(step, world.device) for _ in range(schedule.probed)] if cfg.parallel.gate_group > 1 else []
+    probed = [timed_exchange(step, world) for _ in range(schedule.probed)] if cfg.parallel.gate_group > 1 else []
     return Measurement(
         step_ms=[ms for ms, _ in timed],
         losses=losses + [loss for _, loss in timed],

@@ -38,7 +38,7 @@ class BenchOptions:
     warmup: int  # steps before them
     rounds: int  # times that every variant is built and measured
     gradients: Literal["fp32", "bf16"]
-    overlap: bool  # of gradient reduction with backward
+    overlap: bool  # of gradient reduction with backward, and of gathering sharded weights with forward
     distributed_optimizer: bool
     implementation: str  # auto, te, torch
     slow_link: bool
@@ -68,7 +68,7 @@ def _parser() -> CommandParser:
     add("--rounds", type=int, default=1, help="times that all variants run, every other time in reverse order (1)")
     add("--gradients", choices=("fp32", "bf16"), default="fp32", help="type in which gradients are reduced (fp32)")
     boolean = argparse.BooleanOptionalAction
-    add("--overlap", action=boolean, default=True, help="reduce gradients while backward runs (on)")
+    add("--overlap", action=boolean, default=True, help="of backward with gradients, forward with weights (on)")
     add("--distributed-optimizer", action=boolean, default=False, help="shard optimizer states over all ranks (off)")
     add("--implementation", choices=("auto", "te", "torch"), default="auto", help="who computes the layers (auto)")
     add("--slow-link", action="store_true", help="NCCL through sockets only: one GPU of this machine plays one node")
@@ -165,6 +165,7 @@ def base_config(options: BenchOptions, ranks: int, *, cuda: bool, steps: int) ->
         "optimizer.warmup_steps": 0,
         "optimizer.distributed": options.distributed_optimizer,
         "parallel.overlap_grad_reduce": options.overlap,
+        "parallel.overlap_param_gather": options.overlap and options.distributed_optimizer,
         "parallel.grad_reduce_dtype": options.gradients,
         "parallel.implementation": options.implementation,
         "parallel.gate_group": 1,

@@ -1,5 +1,5 @@
 """The paper's table of vanilla against dimension-wise parallelism: EG-MLA-Base, 8192 tokens a node and step (as its
-throughput times its step time says), a link of 3.1 GB/s."""
+throughput times its step time says). It does not name the cards and the link of this table."""
 
 from __future__ import annotations
 

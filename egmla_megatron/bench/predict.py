@@ -44,11 +44,16 @@ def exchanged_rows(cfg: RunConfig, *, tokens: int, own: int, union: int) -> int:
 
 
 def _reduced(elements: float, replicas: int, cfg: RunConfig) -> float:
-    """Gradients summed over `replicas`; the distributed optimizer scatters them and gathers the weights instead."""
+    """Gradients summed over `replicas`; the distributed optimizer scatters them and gathers the weights instead.
+
+    megatron-core has one optimizer for the tables and one for the rest. Unless gathering overlaps with forward, each of
+    the two gathers the weights of both after its step: twice the bytes.
+    """
     gradients = elements * _BYTES[cfg.parallel.grad_reduce_dtype]
     if not cfg.optimizer.distributed:
         return ring_bytes("allreduce", gradients, replicas)
-    weights = elements * _BYTES[cfg.train.precision]
+    gathers = 1 if cfg.parallel.overlap_param_gather else 2
+    weights = gathers * elements * _BYTES[cfg.train.precision]
     return ring_bytes("reduce_scatter", gradients, replicas) + ring_bytes("allgather", weights / replicas, replicas)
 
 

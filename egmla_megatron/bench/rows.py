@@ -48,7 +48,7 @@ def _worst(rounds: Sequence[Sequence[Any]], value: Callable[[Any], float | None]
 
 
 def _exchange(rounds: Sequence[Sequence[Any]], name: str) -> float:
-    """Median over steps of the rank that spent most in it; 0 where nothing is exchanged."""
+    """Median over steps of the largest number of any rank; 0 where nothing is exchanged."""
     steps = [step for ranks in rounds for step in zip(*(rank.exchange for rank in ranks), strict=True)]
     return statistics.median(max(getattr(times, name) for times in step) for step in steps) if steps else 0.0
 

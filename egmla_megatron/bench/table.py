@@ -124,7 +124,7 @@ def markdown(result: dict[str, Any]) -> str:
             "A step's time is its slowest rank's. Exchange: the gate group's collectives alone; exposed: the time for "
             "which the step waited for them. Bytes are those of one step: counted from its collectives by the ring "
             "formulas, predicted from the configuration, and sent by the network interface (headers and "
-            "acknowledgements included). The paper: EG-MLA-Base on A800 nodes with a link of 3.1 GB/s.",
+            "acknowledgements included). The paper: EG-MLA-Base, 8192 tokens a node and step.",
             "",
         ]
     )

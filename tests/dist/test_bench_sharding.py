@@ -80,8 +80,9 @@ def test_counted_bytes_are_those_predicted(result: tuple[dict[str, Any], str]) -
     assert per_layer["collectives"]["alltoall_base_"] == 4  # two layers, there and back
 
 
-def test_distributed_optimizer_in_bf16(tmp_path: Path) -> None:
-    options = ["--distributed-optimizer", "--gradients=bf16", "train.precision=bf16", "--no-overlap"]
+@pytest.mark.parametrize("overlap", ["--overlap", "--no-overlap"])
+def test_distributed_optimizer_in_bf16(tmp_path: Path, overlap: str) -> None:
+    options = ["--distributed-optimizer", "--gradients=bf16", "train.precision=bf16", overlap]
     found, _ = measure(2, tmp_path, "--variants=vanilla,dimension_wise_all_to_all", *options)
     for row in found["rows"]:
         assert row["bytes_sent_per_rank"] == pytest.approx(row["bytes_predicted_per_rank"], rel=TOLERANCE)

@@ -84,8 +84,10 @@ def test_gradient_type_and_distributed_optimizer_change_the_bytes() -> None:
     full = predict_traffic(variant("vanilla", base()), 4, 0).total
     half = predict_traffic(variant("vanilla", base("--gradients bf16")), 4, 0).total
     sharded = predict_traffic(variant("vanilla", base("--distributed-optimizer")), 4, 0).total
+    twice = predict_traffic(variant("vanilla", base("--distributed-optimizer --no-overlap")), 4, 0).total
     assert half == full / 2
     assert sharded == pytest.approx(full * (4 + 2) / (4 + 4))  # gradients scattered in fp32, weights gathered in bf16
+    assert twice == pytest.approx(full * (4 + 2 + 2) / (4 + 4))  # see predict._reduced
 
 
 def test_rows_are_counted_over_all_ranks() -> None:

@@ -9,6 +9,7 @@ from egmla_megatron.bench.schedule import Schedule
 from egmla_megatron.bench.variants import Variant, variant_config
 from egmla_megatron.config.check import Layout, check_config
 from egmla_megatron.config.schema import RunConfig
+from egmla_megatron.config.workable import divisors
 from egmla_megatron.errors import UserError
 
 __all__ = ["BenchPlan", "make_plan"]
@@ -41,6 +42,12 @@ def make_plan(options: BenchOptions, ranks: int, *, cuda: bool) -> BenchPlan:
         )
     schedule = Schedule(options.warmup, options.steps, min(_PROBED_STEPS, options.steps))
     base = base_config(options, ranks, cuda=cuda, steps=schedule.total)
+    columns = base.model.kv_emb_dim
+    if columns % ranks and any(variant.sharded for variant in options.variants):
+        raise UserError(
+            f"ranks: got {ranks}, which does not divide model.kv_emb_dim = {columns}, allowed "
+            f"{', '.join(str(n) for n in divisors(columns) if n > 1)}; start so many, or choose --variants vanilla"
+        )
     configs = {variant: variant_config(base, variant, ranks) for variant in options.variants}
     layouts = {variant: check_config(cfg, ranks) for variant, cfg in configs.items()}
     return BenchPlan(options, ranks, base, schedule, configs, layouts)

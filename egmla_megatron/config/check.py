@@ -262,6 +262,13 @@ def _check_switches(cfg: RunConfig) -> None:
             "optimizer.distributed=true",
             "set parallel.overlap_param_gather=false or optimizer.distributed=true",
         )
+    if parallel.grad_reduce_dtype == "bf16" and cfg.train.precision == "fp32":
+        refuse(
+            "parallel.grad_reduce_dtype: the gradients of fp32 weights are fp32",
+            "bf16 with train.precision=fp32",
+            "fp32",
+            "set parallel.grad_reduce_dtype=fp32 or train.precision=bf16",
+        )
     if parallel.implementation == "te" and cfg.train.precision == "fp32":
         refuse(
             "train.precision: Transformer Engine has no fused fp32 attention",

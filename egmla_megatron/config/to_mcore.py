@@ -145,9 +145,10 @@ def transformer_config(cfg: RunConfig, implementation: str, sdpa_backend: str) -
 
 
 def ddp_config(cfg: RunConfig) -> DistributedDataParallelConfig:
-    """Gradients are reduced in fp32; NaN is handled by the step, which can skip, not by an assertion."""
+    """NaN is handled by the step, which can skip, not by an assertion."""
     return DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
+        # False: gradients are accumulated and reduced in the parameters' type
+        grad_reduce_in_fp32=cfg.parallel.grad_reduce_dtype == "fp32",
         use_distributed_optimizer=cfg.optimizer.distributed,
         overlap_grad_reduce=cfg.parallel.overlap_grad_reduce,
         bucket_size=cfg.parallel.grad_bucket_params or None,

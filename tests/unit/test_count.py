@@ -43,12 +43,15 @@ def test_row_of_the_table(name: str) -> None:
     assert model.name == name
 
 
-def test_every_model_file_is_a_row_or_the_quickstart(root: Path) -> None:
-    assert {path.stem for path in (root / "configs" / "model").glob("*.yaml")} == {*_TABLE, "quickstart"}
+_OURS = ("quickstart", "bench_nodes")
+
+
+def test_every_model_file_is_a_row_or_ours(root: Path) -> None:
+    assert {path.stem for path in (root / "configs" / "model").glob("*.yaml")} == {*_TABLE, *_OURS}
 
 
 def test_parts_sum_to_the_total() -> None:
-    for name in (*_TABLE, "quickstart"):
+    for name in (*_TABLE, *_OURS):
         count = count_parameters(load_config(name).model)
         assert sum(count.by_part.values()) == count.total == count.active + count.gate_tables
 

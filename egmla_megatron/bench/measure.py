@@ -1,0 +1,124 @@
+"""One variant on one rank: built, warmed up, timed, counted, and gone."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from egmla_megatron.bench.batches import micro_batches
+from egmla_megatron.bench.collectives import CollectiveCounter
+from egmla_megatron.bench.link import interface_in_use, sent_by_interface, synchronize
+from egmla_megatron.bench.probe import ExchangeTimes, timed_exchange
+from egmla_megatron.bench.schedule import Schedule
+from egmla_megatron.config.schema import RunConfig
+from egmla_megatron.model.build import build_model
+from egmla_megatron.parallel.world import World, seed_everything
+from egmla_megatron.train.optimizer import build_optimizer, build_schedule, wrap_ddp
+from egmla_megatron.train.step import train_step
+
+__all__ = ["Measurement", "measure"]
+
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one rank found for one variant in one round."""
+
+    step_ms: list[float]
+    losses: list[float]  # warm-up and timed steps
+    peak_mib: float | None  # allocated by torch on a GPU while the timed steps ran; None on a CPU
+    peak_rss_mib: float | None  # resident memory of the process meanwhile (Linux), other variants' left-overs included
+    sent_bytes: float  # in one step, counted
+    collectives: dict[str, int]  # in that step: name -> calls over more than one rank
+    wire_bytes: float | None  # in one step by the network interface, this rank's share; None: not known which one
+    exchange: list[ExchangeTimes] = field(default_factory=list)
+
+
+def _step_function(cfg: RunConfig, world: World, dataset: Any) -> Callable[[], float]:
+    """Builds the run; the function trains one step and returns its loss."""
+    seed_everything(cfg.run.seed, world)
+    built = build_model(cfg, world)
+    model = wrap_ddp(cfg, built, world)
+    optimizer = build_optimizer(cfg, model, built)
+    build_schedule(cfg, optimizer, 0)
+    batches = micro_batches(cfg, world, dataset)
+    return lambda: train_step(cfg, world, model, optimizer, batches).loss
+
+
+def _reset_peaks(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with contextlib.suppress(OSError):  # not Linux, or /proc not writable
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak_rss_mib() -> float | None:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) / 1024
+    return None
+
+
+def _timed(step: Callable[[], float], world: World, steps: int) -> Iterator[tuple[float, float]]:
+    """(ms, loss) of every step, from one finished device to the next."""
+    for _ in range(steps):
+        synchronize(world.device)
+        started = time.perf_counter()
+        loss = step()
+        synchronize(world.device)
+        yield (time.perf_counter() - started) * 1e3, loss
+
+
+def measure(cfg: RunConfig, world: World, dataset: Any, schedule: Schedule) -> Measurement:
+    """Called by every rank; the memory of the run is free again afterwards."""
+    try:
+        return _measure(cfg, world, _step_function(cfg, world, dataset), schedule)
+    finally:
+        gc.collect()  # DDP's hooks and parameters refer to each other
+        if world.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _measure(cfg: RunConfig, world: World, step: Callable[[], float], schedule: Schedule) -> Measurement:
+    cuda = world.device.type == "cuda"
+    losses = [step() for _ in range(schedule.warmup)]
+    interface = interface_in_use(dist.get_backend())
+    dist.barrier(group=world.control)
+    _reset_peaks(world.device)
+    before = sent_by_interface(interface)
+    timed = list(_timed(step, world, schedule.timed))
+    dist.barrier(group=world.control)  # the last step's bytes of this machine's other ranks are out, too
+    after = sent_by_interface(interface)
+    peak = torch.cuda.max_memory_allocated(world.device) / _MIB if cuda else None
+    rss = _peak_rss_mib()
+    with CollectiveCounter() as counter:
+        step()
+    wire = None
+    if before is not None and after is not None:
+        wire = (after - before) / schedule.timed / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    calls: dict[str, int] = {}
+    for each in counter.found:
+        if each.ranks > 1:
+            calls[each.name] = calls.get(each.name, 0) + 1
+    probed = [timed_exchange(step, world) for _ in range(schedule.probed)] if cfg.parallel.gate_group > 1 else []
+    return Measurement(
+        step_ms=[ms for ms, _ in timed],
+        losses=losses + [loss for _, loss in timed],
+        peak_mib=peak,
+        peak_rss_mib=rss,
+        sent_bytes=counter.sent_bytes,
+        collectives=calls,
+        wire_bytes=wire,
+        exchange=probed,
+    )

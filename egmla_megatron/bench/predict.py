@@ -1,0 +1,72 @@
+"""What one rank should send in a step, from the configuration alone.
+
+Left out, because they are small: token ids, the loss, the gradient norm, padding of gradient buckets and of rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from egmla_megatron.bench.collectives import ring_bytes
+from egmla_megatron.config.schema import RunConfig
+from egmla_megatron.model.count import count_parameters
+
+__all__ = ["Traffic", "exchanged_rows", "predict_traffic"]
+
+_BYTES = {"fp32": 4, "bf16": 2}  # of one element
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one rank sends in one step."""
+
+    dense: float  # gradients of everything but the tables, and gathered parameters with the distributed optimizer
+    tables: float  # the same for the gating tables, over their replicas
+    exchange: float  # gate embeddings forward, their gradients backward
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.dense + self.tables + self.exchange
+
+
+def exchanged_rows(cfg: RunConfig, *, tokens: int, own: int, union: int) -> int:
+    """Rows that a rank receives in one step: of its tokens, or of the tokens of the whole gate group.
+
+    Args:
+        tokens: tokens of one rank and step.
+        own: distinct ids of one rank, summed over its micro-batches.
+        union: distinct ids of the gate group, likewise.
+    """
+    if cfg.parallel.gate_exchange == "all_to_all":
+        return own if cfg.parallel.unique_ids else tokens
+    return union if cfg.parallel.unique_ids else tokens * cfg.parallel.gate_group
+
+
+def _reduced(elements: float, replicas: int, cfg: RunConfig) -> float:
+    """Gradients summed over `replicas`; the distributed optimizer scatters them and gathers the weights instead.
+
+    megatron-core has one optimizer for the tables and one for the rest. Unless gathering overlaps with forward, each of
+    the two gathers the weights of both after its step: twice the bytes.
+    """
+    gradients = elements * _BYTES[cfg.parallel.grad_reduce_dtype]
+    if not cfg.optimizer.distributed:
+        return ring_bytes("allreduce", gradients, replicas)
+    gathers = 1 if cfg.parallel.overlap_param_gather else 2
+    weights = gathers * elements * _BYTES[cfg.train.precision]
+    return ring_bytes("reduce_scatter", gradients, replicas) + ring_bytes("allgather", weights / replicas, replicas)
+
+
+def predict_traffic(cfg: RunConfig, ranks: int, rows: int) -> Traffic:
+    """For `ranks` data-parallel ranks without model parallelism.
+
+    Args:
+        rows: see `exchanged_rows`; not used where the tables are replicated.
+    """
+    count, group = count_parameters(cfg.model), cfg.parallel.gate_group
+    width = cfg.model.num_layers * cfg.model.kv_emb_dim * _BYTES[cfg.train.precision]  # bytes of one row, all layers
+    return Traffic(
+        dense=_reduced(count.active, ranks, cfg),
+        tables=_reduced(count.gate_tables / group, ranks // group, cfg),
+        exchange=2 * rows * width * (group - 1) / group,
+    )

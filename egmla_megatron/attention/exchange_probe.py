@@ -60,8 +60,18 @@ class ExchangeProbe:
         behind the last layer. On a CPU every collective is waited for."""
         if any(not span.cuda for span in self.spans):
             return self.exchange_ms(group)
-        behind = [max(0.0, idle.elapsed_time(done)) for idle, done in self.behind]
-        return _least([span.ms() for span in self.waits] + behind, group)
+        return _least([span.ms() for span in self.waits] + self._behind_ms(), group)
+
+    def _behind_ms(self) -> list[float]:
+        """One number for each backward collective: what it adds to the time that those before it left exposed."""
+        if not self.behind:
+            return []
+        origin, covered, found = self.behind[0][0], 0.0, []
+        for idle, done in self.behind:
+            begin, end = max(covered, origin.elapsed_time(idle)), origin.elapsed_time(done)
+            found.append(max(0.0, end - begin))
+            covered = max(covered, end)
+        return found
 
 
 def _least(times_ms: list[float], group: ProcessGroup | None) -> float:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -43,6 +44,24 @@ class GateIds:
     def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The three fields in order."""
         return self.lookup_R, self.own_U, self.row_map
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Lengths of the fields, 0 for None."""
+        return tuple(0 if x is None else len(x) for x in self.tensors)
+
+    def grown(self, sizes: tuple[int, ...], tokens: int) -> GateIds:
+        """The same with more padding, to the lengths `sizes` of another micro-batch of `tokens` tokens."""
+        if self.sizes == sizes or self.row_map is None:
+            return self
+        (looked_up, own, mapped), row_map = sizes, self.row_map
+        # all-to-all: one block of rows for every member, each padded; else one block
+        blocks = 1 if self.own_U is not None else len(self.lookup_R) // (len(row_map) - 2 * tokens - 1)
+        lookup_WU = self.lookup_R.view(blocks, -1)
+        lookup_WU = F.pad(lookup_WU, (0, looked_up // blocks - lookup_WU.shape[1]))
+        own_U = None if self.own_U is None else _padded(self.own_U, own, looked_up - 1)
+        row_map = torch.cat([row_map, row_map[-1:].expand(mapped - len(row_map))])
+        return GateIds(lookup_WU.reshape(-1), own_U, row_map)
 
 
 def padded_size(rows: int, tokens: int) -> int:

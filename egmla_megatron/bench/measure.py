@@ -22,8 +22,9 @@ from egmla_megatron.bench.schedule import Schedule
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.model.build import build_model
 from egmla_megatron.parallel.world import World, seed_everything
+from egmla_megatron.train.graph import GraphedPasses
 from egmla_megatron.train.optimizer import build_optimizer, build_schedule, wrap_ddp
-from egmla_megatron.train.step import train_step
+from egmla_megatron.train.step import graphed_passes, train_step
 
 __all__ = ["Measurement", "measure"]
 
@@ -36,7 +37,7 @@ class Measurement:
 
     step_ms: list[float]
     losses: list[float]  # warm-up and timed steps
-    peak_mib: float | None  # allocated by torch on a GPU while the timed steps ran; None on a CPU
+    peak_mib: float | None  # allocated by torch on a GPU for this variant, at most; None on a CPU
     peak_rss_mib: float | None  # resident memory of the process meanwhile (Linux), other variants' left-overs included
     sent_bytes: float  # in one step, counted
     collectives: dict[str, int]  # in that step: name -> calls over more than one rank
@@ -44,15 +45,30 @@ class Measurement:
     exchange: list[ExchangeTimes] = field(default_factory=list)
 
 
-def _step_function(cfg: RunConfig, world: World, dataset: Any) -> Callable[[], float]:
-    """Builds the run; the function trains one step and returns its loss."""
+@dataclass(frozen=True)
+class _Steps:
+    """Functions that train one step of a run and return its loss."""
+
+    step: Callable[[], float]  # as the run would do it
+    eager: Callable[[], float]  # never as a CUDA graph, inside which nothing can be counted
+    bytes_before: int  # that torch had allocated before the run was built
+
+
+def _steps(cfg: RunConfig, world: World, dataset: Any) -> _Steps:
+    cuda = world.device.type == "cuda"
+    before = torch.cuda.memory_allocated(world.device) if cuda else 0
     seed_everything(cfg.run.seed, world)
     built = build_model(cfg, world)
     model = wrap_ddp(cfg, built, world)
     optimizer = build_optimizer(cfg, model, built)
     build_schedule(cfg, optimizer, 0)
     batches = micro_batches(cfg, world, dataset)
-    return lambda: train_step(cfg, world, model, optimizer, batches).loss
+    graph = graphed_passes(cfg, world, model)
+
+    def one_step(passes: GraphedPasses | None) -> float:
+        return train_step(cfg, world, model, optimizer, batches, passes).loss
+
+    return _Steps(lambda: one_step(graph), lambda: one_step(None), before)
 
 
 def _reset_peaks(device: torch.device) -> None:
@@ -83,27 +99,27 @@ def _timed(step: Callable[[], float], world: World, steps: int) -> Iterator[tupl
 def measure(cfg: RunConfig, world: World, dataset: Any, schedule: Schedule) -> Measurement:
     """Called by every rank; the memory of the run is free again afterwards."""
     try:
-        return _measure(cfg, world, _step_function(cfg, world, dataset), schedule)
+        return _measure(cfg, world, _steps(cfg, world, dataset), schedule)
     finally:
         gc.collect()  # DDP's hooks and parameters refer to each other
         if world.device.type == "cuda":
             torch.cuda.empty_cache()
 
 
-def _measure(cfg: RunConfig, world: World, step: Callable[[], float], schedule: Schedule) -> Measurement:
+def _measure(cfg: RunConfig, world: World, steps: _Steps, schedule: Schedule) -> Measurement:
     cuda = world.device.type == "cuda"
-    losses = [step() for _ in range(schedule.warmup)]
+    _reset_peaks(world.device)  # before the warm-up: a CUDA graph takes its memory there, when it is captured
+    losses = [steps.step() for _ in range(schedule.warmup)]
     interface = interface_in_use(dist.get_backend())
     dist.barrier(group=world.control)
-    _reset_peaks(world.device)
     before = sent_by_interface(interface)
-    timed = list(_timed(step, world, schedule.timed))
+    timed = list(_timed(steps.step, world, schedule.timed))
     dist.barrier(group=world.control)  # the last step's bytes of this machine's other ranks are out, too
     after = sent_by_interface(interface)
-    peak = torch.cuda.max_memory_allocated(world.device) / _MIB if cuda else None
+    peak = (torch.cuda.max_memory_allocated(world.device) - steps.bytes_before) / _MIB if cuda else None
     rss = _peak_rss_mib()
     with CollectiveCounter() as counter:
-        step()
+        steps.eager()
     wire = None
     if before is not None and after is not None:
         wire = (after - before) / schedule.timed / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -111,7 +127,7 @@ def _measure(cfg: RunConfig, world: World, step: Callable[[], float], schedule: 
     for each in counter.found:
         if each.ranks > 1:
             calls[each.name] = calls.get(each.name, 0) + 1
-    probed = [timed_exchange(step, world) for _ in range(schedule.probed)] if cfg.parallel.gate_group > 1 else []
+    probed = [timed_exchange(steps.eager, world) for _ in range(schedule.probed)] if cfg.parallel.gate_group > 1 else []
     return Measurement(
         step_ms=[ms for ms, _ in timed],
         losses=losses + [loss for _, loss in timed],

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 
 from egmla_megatron.config.check_model import check_model
+from egmla_megatron.config.check_switches import check_switches
 from egmla_megatron.config.ranges import check_ranges
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.config.workable import divisors, nearest, nearest_divisor, nearest_multiple, refuse
@@ -43,7 +44,7 @@ def check_config(cfg: RunConfig, world_size: int) -> Layout:
     _check_gate_group(cfg, world_size)
     _check_batch(cfg, dp)
     _check_schedule(cfg)
-    _check_switches(cfg)
+    check_switches(cfg)
     parallel, train = cfg.parallel, cfg.train
     return Layout(
         world_size=world_size,
@@ -250,43 +251,4 @@ def _check_schedule(cfg: RunConfig) -> None:
             optimizer.decay_steps,
             f"1 to {longest} (the steps after the warmup)",
             f"set optimizer.decay_steps={max(1, longest // 5)}",
-        )
-
-
-def _check_switches(cfg: RunConfig) -> None:
-    parallel = cfg.parallel
-    if parallel.overlap_param_gather and not cfg.optimizer.distributed:
-        refuse(
-            "parallel.overlap_param_gather gathers what the distributed optimizer sharded",
-            "optimizer.distributed=false",
-            "optimizer.distributed=true",
-            "set parallel.overlap_param_gather=false or optimizer.distributed=true",
-        )
-    if parallel.grad_reduce_dtype == "bf16" and cfg.train.precision == "fp32":
-        refuse(
-            "parallel.grad_reduce_dtype: the gradients of fp32 weights are fp32",
-            "bf16 with train.precision=fp32",
-            "fp32",
-            "set parallel.grad_reduce_dtype=fp32 or train.precision=bf16",
-        )
-    if parallel.implementation == "te" and cfg.train.precision == "fp32":
-        refuse(
-            "train.precision: Transformer Engine has no fused fp32 attention",
-            "fp32 with parallel.implementation=te",
-            "bf16",
-            "set parallel.implementation=torch",
-        )
-    if parallel.implementation == "te" and parallel.attention_backend not in ("auto", "te_fused"):
-        refuse(
-            "parallel.attention_backend names an attention kernel of torch (parallel.implementation=te)",
-            parallel.attention_backend,
-            "auto, te_fused",
-            "set parallel.implementation=torch",
-        )
-    if parallel.attention_backend == "te_fused" and parallel.implementation == "torch":
-        refuse(
-            "parallel.attention_backend=te_fused is attention of Transformer Engine",
-            "parallel.implementation=torch",
-            "auto or te",
-            "set parallel.attention_backend=auto",
         )

@@ -96,6 +96,8 @@ class TrainConfig:
     eval_interval: int = 500  # steps between evaluations, 0: only at the end
     eval_batches: int = 20  # global batches per evaluation
     recompute: Literal["none", "selective", "full"] = "none"
+    # forward and backward of a step as one CUDA graph: the host, often slower than the GPU, only replays it
+    cuda_graph: bool = False
     max_bad_steps: int = 10  # stop after so many steps with NaN/Inf loss or gradients in a row
     exit_after_steps: int = 0  # stop cleanly after so many steps of this start (saved if checkpoint.at_end), 0: never
     peer_timeout_s: float = 40.0  # seconds without a sign of life before a rank counts as dead, 0: never

@@ -108,6 +108,8 @@ def open_world(cfg: RunConfig, layout: Layout) -> World:
     """
     rank, size, local_rank = rank_environment()
     device = _choose_device(local_rank, cfg.run.deterministic)
+    if cfg.train.cuda_graph:  # what is made from here on must belong to the stream that is captured, not the default
+        torch.cuda.set_stream(torch.cuda.Stream())
     timeout = timedelta(seconds=cfg.train.collective_timeout_s)
     store, rank, size = next(dist.rendezvous("env://", rank, size, timeout=timeout))
     agree_on_config(store, rank, size, cfg)

@@ -19,7 +19,7 @@ from egmla_megatron.train.metrics import Throughput, peak_memory_mib
 from egmla_megatron.train.setup import Prepared, device_name, training_batches, validation_batches
 from egmla_megatron.train.signals import StopRequest
 from egmla_megatron.train.sinks import Sinks
-from egmla_megatron.train.step import StepResult, evaluate, train_step
+from egmla_megatron.train.step import StepResult, evaluate, graphed_passes, train_step
 
 __all__ = ["Trainer"]
 
@@ -52,6 +52,7 @@ class Trainer:
         self.bad_steps = 0  # steps without an update in a row
         self.skipped_total = 0
         self.throughput = Throughput.of(self.cfg, self.world.size, self.world.device)
+        self.graph = graphed_passes(self.cfg, self.world, run.model)
         self.saved_at = time.monotonic()
         self.evaluated_at = -1
         self.saver = Saver(
@@ -81,7 +82,7 @@ class Trainer:
         started = time.perf_counter()
         memory = peak_memory_mib(self.world.device)
         agreement = _Agreement(self.world.control, self.stop.received, self._minutes_are_up(), memory)
-        result = train_step(self.cfg, self.world, self.run_.model, self.run_.optimizer, batches)
+        result = train_step(self.cfg, self.world, self.run_.model, self.run_.optimizer, batches, self.graph)
         lr = self._learning_rate()
         self.run_.schedule.step(1)
         self.step += 1

@@ -39,6 +39,8 @@ def check_machine(cfg: RunConfig) -> None:
                 f"parallel.implementation=te: {missing}; set parallel.implementation=torch, or install the extra 'te' "
                 "on a GPU machine (EGMLA_EXTRAS=dev,te)"
             )
+    if cfg.train.cuda_graph and not gpus:
+        raise UserError("train.cuda_graph: got true, allowed false without a CUDA device; set train.cuda_graph=false")
     if 0 < gpus < ranks:
         raise UserError(
             f"ranks of this machine: got {ranks}, allowed up to {gpus}, one for each GPU; start fewer "

@@ -17,8 +17,9 @@ from torch import Tensor
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.data.batch import Batch
 from egmla_megatron.parallel.world import World
+from egmla_megatron.train.graph import GraphedPasses
 
-__all__ = ["StepResult", "evaluate", "train_step"]
+__all__ = ["StepResult", "evaluate", "graphed_passes", "train_step"]
 
 
 @dataclass(frozen=True)
@@ -117,18 +118,37 @@ def _apply(optimizer: Any, clip: float) -> tuple[float, bool]:
     return norm, bool(optimizer.step_with_ready_grads())
 
 
-def train_step(cfg: RunConfig, world: World, model: list[Any], optimizer: Any, batches: Iterator[Batch]) -> StepResult:
+def graphed_passes(cfg: RunConfig, world: World, model: list[Any]) -> GraphedPasses | None:
+    """For `train_step`, where `train.cuda_graph` asks for it."""
+    if not cfg.train.cuda_graph:
+        return None
+    count = world.layout.num_microbatches
+    return GraphedPasses(lambda batches: _run_schedule(cfg, world, model, batches, count, forward_only=False), count)
+
+
+def train_step(
+    cfg: RunConfig,
+    world: World,
+    model: list[Any],
+    optimizer: Any,
+    batches: Iterator[Batch],
+    graph: GraphedPasses | None = None,
+) -> StepResult:
     """Forward and backward over the global batch, then the optimizer. The host waits for the device only at the end,
     for the norm and the loss.
 
     Args:
         model: the DDP-wrapped chunks of this rank.
         batches: this rank's micro-batches.
+        graph: of this run (`graphed_passes`); None: every operation is launched by the host.
     """
     for chunk in model:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
-    outputs = _run_schedule(cfg, world, model, batches, world.layout.num_microbatches, forward_only=False)
+    if graph is not None:
+        outputs = graph(batches)
+    else:
+        outputs = _run_schedule(cfg, world, model, batches, world.layout.num_microbatches, forward_only=False)
     loss = _mean_loss(outputs, world)
     norm, applied = _apply(optimizer, cfg.optimizer.clip_grad)
     return StepResult(float(loss), norm, applied)

@@ -114,7 +114,8 @@ def environment(**changes: str) -> dict[str, str]:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         inherited.pop(name, None)
     inherited.pop("PYTHONDONTWRITEBYTECODE", None)
-    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    paths = os.pathsep.join(filter(None, (str(ROOT), inherited.get("PYTHONPATH"))))
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"}
     return {**inherited, **own, "PYTHONPYCACHEPREFIX": _BYTECODE.name, **changes}
 
 

@@ -29,7 +29,7 @@ from egmla_megatron.parallel.parity.cases import chain_config
 from egmla_megatron.parallel.parity.training import sample_batches
 from egmla_megatron.parallel.world import World, close_world, form_groups, open_world, seed_everything
 from egmla_megatron.train.optimizer import build_optimizer, build_schedule, wrap_ddp
-from egmla_megatron.train.step import evaluate, train_step
+from egmla_megatron.train.step import evaluate, graphed_passes, train_step
 from tests.dist.chains import CHAINS
 
 SAVED = 2  # steps
@@ -56,6 +56,7 @@ class Run:
         self.built: BuiltModel = build_model(cfg, world)
         self.model = wrap_ddp(cfg, self.built, world)
         self.optimizer = build_optimizer(cfg, self.model, self.built)
+        self.graph = graphed_passes(cfg, world, self.model)
 
     def load(self, path: Path) -> None:
         load_checkpoint(self.cfg, self.world, self.built, self.optimizer, path, "data")
@@ -71,7 +72,7 @@ class Run:
         numbers = []
         for step in range(first, first + steps):
             stream = sample_batches(self.cfg, self.world, step * self.cfg.train.global_batch_size)
-            result = train_step(self.cfg, self.world, self.model, self.optimizer, stream)
+            result = train_step(self.cfg, self.world, self.model, self.optimizer, stream, self.graph)
             schedule.step(1)
             numbers += [result.loss, result.grad_norm]
         count = self.world.layout.num_microbatches

@@ -32,8 +32,19 @@ MODEL = ModelConfig(
     vocab_size=512,
     max_position_embeddings=512,
 )
+STEPS = 6  # a graph is captured in the fourth
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {},
+    "dp2_gate2_graph": {"gate_group": 2, "cuda_graph": True},
+    "dp2_gate2_all_gather_graph": {
+        "gate_group": 2,
+        "gate_exchange": "all_gather",
+        "cuda_graph": True,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+    },
+    "tp2_sp_gate2_graph": {"tensor": 2, "sequence": True, "gate_group": 2, "cuda_graph": True},
+    "cp2_graph": {"context": 2, "cuda_graph": True},
     "cp2": {"context": 2},
     "cp2_gate2": {"context": 2, "gate_group": 2},
     "pp2_vpp2": {"pipeline": 2, "virtual_pipeline": 2},
@@ -45,29 +56,31 @@ def run_config(kernel: str, layout: str) -> RunConfig:
     """Four micro-batches of two sequences of 512 tokens a step."""
     equal_heads = {"qk_nope_head_dim": 64, "v_head_dim": 128} if kernel == "flash" else {}
     by_te = kernel == "te"
+    settings = dict(LAYOUTS[layout])
+    graph = settings.pop("cuda_graph", False)
     return tiny_run(
         replace(MODEL, **equal_heads),
-        train={"seq_length": 512, "global_batch_size": 8, "precision": "bf16"},
+        train={"seq_length": 512, "global_batch_size": 8, "precision": "bf16", "cuda_graph": graph},
         optimizer={"lr": 1e-3, "distributed": True},
         parallel={
             "implementation": "te" if by_te else "torch",
             "attention_backend": "auto" if by_te else kernel,
-            **LAYOUTS[layout],
+            **settings,
         },
     )
 
 
 def main(folder: Path, kernel: str) -> None:
-    first = run_config(kernel, "dp2")
+    first = run_config(kernel, "dp2_gate2_graph")  # its stream is one that can be captured, for all layouts
     base = open_world(first, check_config(first, int(os.environ["WORLD_SIZE"])))
     found = {}
-    for layout in LAYOUTS:
+    for layout in LAYOUTS if kernel in ("te", "cudnn") else ("dp2", "cp2"):
         for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
             os.environ.pop(name, None)  # megatron-core sets them per process and refuses a second, different model
         cfg = run_config(kernel, layout)
         world = form_groups(cfg, check_config(cfg, base.size), base.local_rank, base.device, base.store)
         print(f"rank {base.rank}: {kernel} {layout}", flush=True)
-        found[layout] = Run(cfg, world).take(0, 3)
+        found[layout] = Run(cfg, world).take(0, STEPS)
     (folder / f"rank{base.rank}.json").write_text(json.dumps(found))
     close_world()
 

@@ -37,7 +37,13 @@ def test_plans_of_a_group_fit_together(members: list[tuple[int, int]], exchange:
     tokens[members[0]] = torch.full((3, 11), VOCAB - 1)  # one member with a single id
     plans = [GatePlan(tuple(members), mine, exchange, unique, VOCAB).plan(tokens) for mine in range(len(members))]
     assert all(torch.equal(plan.lookup_R, plans[0].lookup_R) for plan in plans)
-    for mine, (key, plan) in enumerate(zip(members, plans, strict=True)):
+    if unique:  # as a captured graph pads them, to the sizes of a micro-batch with more distinct ids
+        many = {key: torch.arange(33).view(3, 11) + 31 * index for index, key in enumerate(tokens)}
+        largest = [GatePlan(tuple(members), mine, exchange, unique, 400).plan(many) for mine in range(len(members))]
+        plans += [plan.grown(large.sizes, 33) for plan, large in zip(plans, largest, strict=True)]
+        assert [plan.sizes for plan in plans[len(members) :]] == [plan.sizes for plan in largest]
+    for mine, (key, plan) in enumerate(zip(members * 2, plans, strict=False)):
+        mine %= len(members)
         rows = plan.lookup_R  # what an identity table would give for every row
         if exchange == "all_to_all":
             rows = rows.view(len(members), -1)[mine]

@@ -249,6 +249,8 @@ def test_a_launcher_variable_that_is_no_number(
         (False, 1, "2", [], "ranks of this machine: got 2, allowed up to 1"),
         (True, 8, "8", ["parallel.implementation=te", "train.precision=bf16"], ""),
         (False, 0, "2", [], ""),
+        (True, 0, "2", ["train.cuda_graph=true"], "train.cuda_graph: got true"),
+        (True, 2, "2", ["train.cuda_graph=true"], ""),
     ],
 )
 def test_what_the_machine_lacks(

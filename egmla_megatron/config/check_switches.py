@@ -1,0 +1,68 @@
+"""Switches that exclude each other."""
+
+from __future__ import annotations
+
+from egmla_megatron.config.schema import RunConfig
+from egmla_megatron.config.workable import refuse
+
+__all__ = ["check_switches"]
+
+
+def _check_graph(cfg: RunConfig) -> None:
+    """A captured step repeats what the host did once, which must be what it would do for any step."""
+    if not cfg.train.cuda_graph:
+        return
+    model = cfg.model
+    found = {
+        "parallel.pipeline": (cfg.parallel.pipeline, 1),
+        "train.recompute": (cfg.train.recompute, "none"),
+        "model.hidden_dropout": (model.hidden_dropout, 0.0),
+        "model.attention_dropout": (model.attention_dropout, 0.0),
+        "run.deterministic": (cfg.run.deterministic, False),
+    }
+    for name, (got, allowed) in found.items():
+        if got != allowed:
+            value = str(allowed).lower()
+            fix = f"set train.cuda_graph=false or {name}={value}"
+            refuse(f"train.cuda_graph captures whole steps, which is not supported with {name}", got, value, fix)
+
+
+def check_switches(cfg: RunConfig) -> None:
+    """Raises UserError for the first pair that cannot be."""
+    parallel = cfg.parallel
+    _check_graph(cfg)
+    if parallel.overlap_param_gather and not cfg.optimizer.distributed:
+        refuse(
+            "parallel.overlap_param_gather gathers what the distributed optimizer sharded",
+            "optimizer.distributed=false",
+            "optimizer.distributed=true",
+            "set parallel.overlap_param_gather=false or optimizer.distributed=true",
+        )
+    if parallel.grad_reduce_dtype == "bf16" and cfg.train.precision == "fp32":
+        refuse(
+            "parallel.grad_reduce_dtype: the gradients of fp32 weights are fp32",
+            "bf16 with train.precision=fp32",
+            "fp32",
+            "set parallel.grad_reduce_dtype=fp32 or train.precision=bf16",
+        )
+    if parallel.implementation == "te" and cfg.train.precision == "fp32":
+        refuse(
+            "train.precision: Transformer Engine has no fused fp32 attention",
+            "fp32 with parallel.implementation=te",
+            "bf16",
+            "set parallel.implementation=torch",
+        )
+    if parallel.implementation == "te" and parallel.attention_backend not in ("auto", "te_fused"):
+        refuse(
+            "parallel.attention_backend names an attention kernel of torch (parallel.implementation=te)",
+            parallel.attention_backend,
+            "auto, te_fused",
+            "set parallel.implementation=torch",
+        )
+    if parallel.attention_backend == "te_fused" and parallel.implementation == "torch":
+        refuse(
+            "parallel.attention_backend=te_fused is attention of Transformer Engine",
+            "parallel.implementation=torch",
+            "auto or te",
+            "set parallel.attention_backend=auto",
+        )

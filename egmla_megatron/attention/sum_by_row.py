@@ -39,7 +39,9 @@ def sum_by_row(x_TN: Tensor, rows: RowMap) -> Tensor:
     sorts the tokens anew for every layer.
     """
     if not x_TN.is_cuda:
-        return torch.ops.aten.embedding_dense_backward(x_TN, rows.index_T, len(rows.starts_V) - 1, -1, False)
+        wide_TN = x_TN.float() if x_TN.dtype in (torch.bfloat16, torch.float16) else x_TN  # a CPU adds in its type
+        summed_UN = torch.ops.aten.embedding_dense_backward(wide_TN, rows.index_T, len(rows.starts_V) - 1, -1, False)
+        return summed_UN.to(x_TN.dtype)
     from egmla_megatron.attention.sum_by_row_cuda import sum_by_row_cuda
 
     return sum_by_row_cuda(x_TN, rows.order_T, rows.starts_V)

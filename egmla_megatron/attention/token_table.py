@@ -60,7 +60,7 @@ class GateTable(MegatronModule):
             self.weight.normal_(0.0, config.gate_table_init_std)
         self.weight.allreduce = False  # type: ignore[attr-defined]
         exchanges = group.size() > 1 and torch.cuda.is_available()
-        self.stream = torch.cuda.Stream() if exchanges else None
+        self.stream = torch.cuda.Stream(priority=-1) if exchanges else None  # before queued GEMMs
 
     def forward(self, ids: GateIds) -> Tensor:
         """Row numbers of a micro-batch -> gate embeddings of every layer of its own rows [U,L,D].

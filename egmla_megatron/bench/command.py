@@ -27,7 +27,11 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         UserError: what the user can mend.
     """
-    options = parse_options(arguments)
+    try:
+        options = parse_options(arguments)
+    except UserError:
+        _after_rank_0()
+        raise
     if options.nodes and NODE_MARK not in os.environ:
         make_plan(options, options.nodes, cuda=False)  # a mistake is said here, once
         return run_nodes(options, arguments)
@@ -40,10 +44,26 @@ def _plan(options: BenchOptions) -> BenchPlan:
     return plan
 
 
+def _check_one_machine() -> None:
+    if not gpu_count():
+        raise UserError(
+            "--slow-link: got it without a GPU, allowed on GPUs (it takes NCCL's fast links away); use "
+            "--nodes-on-this-machine N --link RATE on a CPU"
+        )
+    here, ranks = whole_number("LOCAL_WORLD_SIZE", 1, 1), whole_number("WORLD_SIZE", 1, 1)
+    if here != ranks:
+        raise UserError(
+            f"--slow-link: got {ranks} ranks, {here} of them on this machine, allowed all on one: its links are "
+            "sockets of the machine itself; leave it out, the network is there"
+        )
+
+
 def _rank(options: BenchOptions, arguments: Sequence[str]) -> int:
     try:
-        os.environ["NCCL_NVLS_ENABLE"] = "0"  # multicast sums inside the switch: no ring formula counts its bytes
+        # multicast sums inside the switch: no ring formula counts its bytes
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         if options.slow_link:
+            _check_one_machine()
             os.environ.update(SLOW_LINK)
         plan = _plan(options)
         quiet_libraries()
@@ -53,6 +73,11 @@ def _rank(options: BenchOptions, arguments: Sequence[str]) -> int:
         stop_with_launcher()
         return run_ranks(plan, ["tools/bench_sharding.py", *arguments])
     except UserError:
-        if os.environ.get("RANK", "0") != "0":
-            time.sleep(ALONE_AFTER_S)  # rank 0 usually makes the same mistake: its word is enough, and ends this rank
+        _after_rank_0()
         raise
+
+
+def _after_rank_0() -> None:
+    """Ranks usually make the same mistake: rank 0's word is enough, and its end ends the others."""
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(ALONE_AFTER_S)

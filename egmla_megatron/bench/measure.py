@@ -41,6 +41,7 @@ class Measurement:
     peak_rss_mib: float | None  # resident memory of the process meanwhile (Linux), other variants' left-overs included
     sent_bytes: float  # in one step, counted
     collectives: dict[str, int]  # in that step: name -> calls over more than one rank
+    sent_by_collective: dict[str, float]  # bytes of each name
     wire_bytes: float | None  # in one step by the network interface, this rank's share; None: not known which one
     exchange: list[ExchangeTimes] = field(default_factory=list)
 
@@ -124,9 +125,11 @@ def _measure(cfg: RunConfig, world: World, steps: _Steps, schedule: Schedule) ->
     if before is not None and after is not None:
         wire = (after - before) / schedule.timed / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     calls: dict[str, int] = {}
+    sent: dict[str, float] = {}
     for each in counter.found:
         if each.ranks > 1:
             calls[each.name] = calls.get(each.name, 0) + 1
+            sent[each.name] = sent.get(each.name, 0.0) + each.sent_bytes
     probed = [timed_exchange(steps.eager, world) for _ in range(schedule.probed)] if cfg.parallel.gate_group > 1 else []
     return Measurement(
         step_ms=[ms for ms, _ in timed],
@@ -135,6 +138,7 @@ def _measure(cfg: RunConfig, world: World, steps: _Steps, schedule: Schedule) ->
         peak_rss_mib=rss,
         sent_bytes=counter.sent_bytes,
         collectives=calls,
+        sent_by_collective=sent,
         wire_bytes=wire,
         exchange=probed,
     )

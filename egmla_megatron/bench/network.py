@@ -7,7 +7,6 @@ nothing can be left behind, and no interface of the machine itself is touched.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import signal
@@ -18,12 +17,12 @@ from dataclasses import dataclass
 
 from egmla_megatron.bench.rate import bits_per_second
 from egmla_megatron.errors import UserError
+from egmla_megatron.parallel.child_processes import end_with
 
-__all__ = ["INTERFACE", "Network", "address", "check_machine_for_networks", "die_with", "open_network"]
+__all__ = ["INTERFACE", "Network", "address", "check_machine_for_networks", "open_network"]
 
 INTERFACE = "eth0"  # of a node, in its own namespace
 _SUBNET = "198.18.0"  # set aside for benchmarks (RFC 2544)
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _KERNEL_TICKS = 100  # a second, at least: a cap's bucket must hold what may pass between two of them
 _LEAST_BURST = 256 * 1024  # bytes; a packet that the card would cut up later has up to 64 KiB
 
@@ -31,13 +30,6 @@ _LEAST_BURST = 256 * 1024  # bytes; a packet that the card would cut up later ha
 def address(node: int) -> str:
     """Of node 0, 1, ..."""
     return f"{_SUBNET}.{node + 1}"
-
-
-def die_with(parent: int) -> None:
-    """In a new child, before exec: be killed when `parent` ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it ended in between
-        os._exit(1)
 
 
 def _run(*command: str, inside: int | None = None) -> None:
@@ -81,7 +73,7 @@ def _holder() -> subprocess.Popen[bytes]:
     parent = os.getpid()
 
     def alone() -> None:
-        die_with(parent)
+        end_with(parent, signal.SIGKILL)
         os.unshare(os.CLONE_NEWNET)
 
     try:  # its own session: Ctrl-C must not take the network from under the ranks

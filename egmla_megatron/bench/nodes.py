@@ -13,9 +13,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from egmla_megatron.bench.network import INTERFACE, Network, address, die_with, open_network
+from egmla_megatron.bench.network import INTERFACE, Network, address, open_network
 from egmla_megatron.bench.options import BenchOptions
 from egmla_megatron.errors import UserError
+from egmla_megatron.parallel.child_processes import end_with
 
 __all__ = ["NODE_MARK", "run_nodes"]
 
@@ -51,7 +52,7 @@ def _start(node: int, nodes: int, network: Network, arguments: Sequence[str], lo
     parent = os.getpid()
 
     def enter() -> None:
-        die_with(parent)
+        end_with(parent, signal.SIGKILL)
         network.enter(node)
         os.sched_setaffinity(0, _cores(node, nodes))
 

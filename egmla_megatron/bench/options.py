@@ -103,6 +103,10 @@ def _check(given: argparse.Namespace) -> None:
     for path in filter(None, (given.json, given.markdown, given.plot)):
         if not os.path.isdir(path.parent):
             _refuse("output", path, "a file in a folder that exists", f"make {path.parent}")
+        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            _refuse("output", path, "a file that can be written", "name another")
+    if "," in given.data:
+        _refuse("--data", given.data, "the prefix of one data set", "leave out the comma and what follows it")
     for override in given.overrides:
         key = override.partition("=")[0]
         if key in _OWN_SWITCHES:

@@ -10,6 +10,7 @@ from egmla_megatron.bench.variants import Variant, variant_config
 from egmla_megatron.config.check import Layout, check_config
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.config.workable import divisors
+from egmla_megatron.data.verify import verify_prefix
 from egmla_megatron.errors import UserError
 
 __all__ = ["BenchPlan", "make_plan"]
@@ -48,6 +49,8 @@ def make_plan(options: BenchOptions, ranks: int, *, cuda: bool) -> BenchPlan:
             f"ranks: got {ranks}, which does not divide model.kv_emb_dim = {columns}, allowed "
             f"{', '.join(str(n) for n in divisors(columns) if n > 1)}; start so many, or choose --variants vanilla"
         )
+    for prefix in base.data.train:
+        verify_prefix(prefix, vocab_size=base.model.vocab_size)
     configs = {variant: variant_config(base, variant, ranks) for variant in options.variants}
     layouts = {variant: check_config(cfg, ranks) for variant, cfg in configs.items()}
     return BenchPlan(options, ranks, base, schedule, configs, layouts)

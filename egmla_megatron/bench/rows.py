@@ -87,6 +87,7 @@ def make_row(facts: Facts, rounds: Sequence[Sequence[Any]]) -> dict[str, Any]:
         "exchanged_rows": facts.exchanged_rows,
         "unique_fraction": facts.unique_fraction,
         "collectives": first.collectives,
+        "bytes_by_collective": first.sent_by_collective,
         "loss_first": first.losses[0],
         "loss_last": last.losses[-1],
     }

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -104,14 +105,26 @@ def _settings(options: BenchOptions, plan: BenchPlan, rows: Rows) -> dict[str, A
 
 
 def _write(options: BenchOptions, result: dict[str, Any]) -> None:
-    """Files first, then the table: a reader that went away costs nothing."""
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
-    if options.markdown:
-        options.markdown.write_text(markdown(result))
-    if options.plot:
-        draw(result, options.plot)
+    """Every output, whatever becomes of the others: the measurement took long.
+
+    Raises:
+        UserError: a file could not be written.
+    """
+    writers: list[tuple[Path | None, Callable[[Path], object]]] = [
+        (options.json, lambda path: path.write_text(json.dumps(result, indent=1) + "\n")),
+        (options.markdown, lambda path: path.write_text(markdown(result))),
+        (options.plot, lambda path: draw(result, path)),
+    ]
+    problems = []
+    for path, write in writers:
+        try:
+            if path is not None:
+                write(path)
+        except OSError as error:
+            problems.append(f"{path} ({error.strerror or error})")
     print(markdown(result), flush=True)
+    if problems:
+        raise UserError(f"output: could not write {', '.join(problems)}; the table is on stdout; free space and repeat")
 
 
 def run_ranks(plan: BenchPlan, command: Sequence[str]) -> int:

@@ -37,6 +37,7 @@ class EGMLATransformerConfig(MLATransformerConfig):
 class MHATransformerConfig(TransformerConfig):
     """megatron-core's configuration with the SDPA backend of our core attention."""
 
+    kv_emb_dim: int = 0  # no gate
     sdpa_backend: str = field(default="math")
 
 

@@ -67,34 +67,32 @@ class _MicroBatches(torch.utils.data.Dataset):
     def _read(self, chosen: dict[int, list[int]]) -> dict[str, Any]:
         share = self.share
         samples = {rank: [self.dataset[number] for number in numbers] for rank, numbers in chosen.items()}
-        for rank, numbers in chosen.items():
-            for number, sample in zip(numbers, samples[rank], strict=True):
-                self._check(number, sample)
+        tokens = {rank: torch.stack([sample["tokens"] for sample in rows]) for rank, rows in samples.items()}
+        for rank, ids_BS in tokens.items():
+            self._check(chosen[rank], ids_BS, 0)
         mine = samples[share.dp_rank]
+        whole = {name: torch.stack([sample[name] for sample in mine]) for name in self.names}
+        self._check(chosen[share.dp_rank], whole["labels"], 1)
         found: dict[str, Any] = {
-            name: context_shard(torch.stack([sample[name] for sample in mine]), share.cp_rank, share.cp_size)
-            for name in self.names
+            name: context_shard(x_BS, share.cp_rank, share.cp_size) for name, x_BS in whole.items()
         }
         if share.plan is not None:
-            whole = {rank: torch.stack([sample["tokens"] for sample in rows]) for rank, rows in samples.items()}
             members = set(share.plan.members)
-            parts = {(dp, cp): context_shard(whole[dp], cp, share.cp_size) for dp, cp in members}
+            parts = {(dp, cp): context_shard(tokens[dp], cp, share.cp_size) for dp, cp in members}
             found["gate_ids"] = share.plan.plan(parts).tensors
         return found
 
-    def _check(self, number: int, sample: dict[str, Tensor]) -> None:
-        """Labels are the tokens one position later: together they cover the sample."""
-        for shift, name in enumerate(("tokens", "labels")):
-            ids_S = sample[name]
-            wrong = (ids_S < 0) | (ids_S >= self.share.vocab_size)
-            if wrong.any():
-                position = int(wrong.nonzero()[0])
-                raise _BadTokenError(
-                    f"data: got token id {int(ids_S[position])} "
-                    f"({locate_token(self.dataset, number, position + shift)}), allowed 0 to "
-                    f"{self.share.vocab_size - 1} (model.vocab_size = {self.share.vocab_size}); tokenize with the "
-                    "model's tokenizer, or set model.vocab_size"
-                )
+    def _check(self, numbers: list[int], ids_BS: Tensor, shift: int) -> None:
+        """`shift`: position of the first id in its sample; labels are the tokens one position later."""
+        vocab_size = self.share.vocab_size
+        if int(ids_BS.min()) >= 0 and int(ids_BS.max()) < vocab_size:
+            return
+        row, position = ((ids_BS < 0) | (ids_BS >= vocab_size)).nonzero()[0].tolist()
+        place = locate_token(self.dataset, numbers[row], position + shift)
+        raise _BadTokenError(
+            f"data: got token id {int(ids_BS[row, position])} ({place}), allowed 0 to {vocab_size - 1} "
+            f"(model.vocab_size = {vocab_size}); tokenize with the model's tokenizer, or set model.vocab_size"
+        )
 
 
 def batch_iterator(

@@ -41,7 +41,7 @@ class EGMLAModel(GPTModel):
     ) -> None:
         super().__init__(config, spec, pg_collection=world.groups, vp_stage=vp_stage, **kwargs)
         self.gate_table: GateTable | None = None
-        if getattr(config, "kv_emb_dim", 0):
+        if config.kv_emb_dim:
             self.gate_table = GateTable(
                 config,
                 vocab_size=self.vocab_size,

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 
-__all__ = ["STOP_SIGNALS", "deaf_children", "kill_children", "stop_with_launcher"]
+__all__ = ["STOP_SIGNALS", "deaf_children", "end_with", "kill_children", "stop_with_launcher"]
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -56,11 +56,16 @@ def stop_with_launcher() -> None:
     start in the same folder would find it there. Nothing is asked for outside a launcher: a run that was started in
     a shell may outlive it.
     """
-    if "TORCHELASTIC_RUN_ID" not in os.environ or sys.platform != "linux":
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with(os.getppid())
+
+
+def end_with(parent: int, number: int = signal.SIGTERM) -> None:
+    """Ask the kernel for signal `number` when this process's parent dies (Linux; elsewhere nothing)."""
+    if sys.platform != "linux":
         return
-    parent = os.getppid()
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
+    if libc.prctl(PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent:  # it died in between
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)

@@ -50,6 +50,15 @@ class PeerWatch:
         self._thread.join()
         self.store.set(f"alive/{self.rank}", DONE)
 
+    def leave_word(self, message: str) -> None:
+        """This rank is about to end with an error that names its own cause: the others need not guess."""
+        if self._thread is not None:
+            self.store.set(f"word/{self.rank}", message)
+
+    def left_word(self, rank: int) -> bool:
+        """Whether a rank ended with an error that it reports itself."""
+        return bool(self.store.check([f"word/{rank}"]))
+
     def describe(self, rank: int) -> str:
         """`rank 3 (host, pid 17)`."""
         key = f"who/{rank}"

@@ -44,6 +44,9 @@ def train(cfg: RunConfig, layout: Layout) -> int:
             f"memory: rank {world.rank} ran out of GPU memory ({str(error).splitlines()[0][:160]}); lower "
             "train.micro_batch_size, set train.recompute=selective or full, or raise parallel.gate_group"
         ) from error
+    except UserError as error:
+        watch.leave_word(str(error))
+        raise
     except RuntimeError as error:
         _explain_lost_peers(error, watch)
         raise
@@ -63,6 +66,9 @@ def _explain_lost_peers(error: RuntimeError, watch: PeerWatch) -> None:
     dead = watch.dead_peers()
     if not dead:
         return
+    if any(map(watch.left_word, dead)):  # it speaks for itself
+        kill_children()
+        os._exit(2)
     if min(set(range(watch.size)) - set(dead)) == watch.rank:
         names = ", ".join(watch.describe(rank) for rank in dead)
         reason = " ".join(str(error).split())[:200]

@@ -75,6 +75,11 @@ def test_counted_bytes_are_those_predicted(result: tuple[dict[str, Any], str]) -
     assert sent["vanilla"] == sent["vanilla_unique"]
     assert sent["dimension_wise_all_to_all"] < sent["dimension_wise_all_to_all_no_unique"] < sent["vanilla"]
     assert sent["dimension_wise_all_gather"] < sent["dimension_wise_all_gather_no_unique"] < sent["vanilla"]
+    for name in ("dimension_wise_all_to_all", "dimension_wise_all_to_all_no_unique"):
+        exchanged = rows[name]["bytes_by_collective"]["alltoall_base_"]  # no other collective is of that kind
+        assert exchanged == pytest.approx(rows[name]["bytes_predicted_exchange"], rel=0.12)  # padding of rows
+    tokens, layers, width = 128, 2, 4 * 64  # bytes of a row and layer; half of every row comes from the other rank
+    assert rows["dimension_wise_all_to_all_no_unique"]["bytes_predicted_exchange"] == 2 * tokens * layers * width / 2
     per_layer = rows["dimension_wise_all_to_all_per_layer"]
     assert per_layer["bytes_sent_per_rank"] == sent["dimension_wise_all_to_all"]
     assert per_layer["collectives"]["alltoall_base_"] == 4  # two layers, there and back

@@ -9,7 +9,7 @@ import pytest
 
 from egmla_megatron.parallel.parity.__main__ import prove
 from egmla_megatron.parallel.parity.cases import RANKS, all_cases
-from egmla_megatron.parallel.parity.table import format_table
+from egmla_megatron.parallel.parity.table import crash_name, format_table
 from egmla_megatron.parallel.parity.verdict import NUMBER_ERROR, TENSOR_ERROR, passes
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
@@ -37,12 +37,13 @@ def test_equals_one_rank(found: dict[str, list[dict[str, Any]]], ranks: int, nam
 
 
 def test_the_verdict_can_be_no() -> None:
-    good: dict[str, Any] = {"drifted": [], "initial": 0.0, "gradient": 0.0, "weight": 0.0, "gradient_at": "a", "weight_at": "a"}
+    good: dict[str, Any] = {"drifted": [], "gradient_at": "a", "weight_at": "a"}
+    good |= dict.fromkeys(("initial", "gradient", "weight"), 0.0)
     good |= dict.fromkeys(("loss", "grad_norm", "last_loss", "last_grad_norm", "evaluation"), 0.0)
     bad: list[dict[str, Any]] = [
         {"drifted": ["a"]},
         {"initial": 1e-9},
-        {"gradient": 2 * TENSOR_ERROR},
+        {"gradient": 2 * TENSOR_ERROR["gradient"]},
         {"weight": float("nan")},
         {"grad_norm": 2 * NUMBER_ERROR},
         {"evaluation": float("nan")},
@@ -52,3 +53,5 @@ def test_the_verdict_can_be_no() -> None:
         assert not passes(good | change)
         table, passed = format_table({"case": [good, good | change]})
         assert not passed and "0 of 1 cases" in table and ("DIFFERENT" in table) == ("drifted" not in change)
+    table, passed = format_table({"case": [good], crash_name(2): [{"drifted": [], "crashed": -9}]})
+    assert not passed and "CRASHED: exit code -9" in table and "1 of 2 cases" in table

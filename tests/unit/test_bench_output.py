@@ -29,10 +29,10 @@ def test_the_papers_numbers_are_those_of_its_text() -> None:
 def test_the_table_stands_beside_the_papers() -> None:
     table = markdown(fixed_result())
     ours = cells(table, "dimension_wise_all_to_all")
-    assert ours[3:10] == ["200.0 (198.0 to 205.0)", "81,920", "2.00", "8,800", "12.0%", "10.00 (5.0%)", "5.00"]
-    assert ours[10:13] == ["1,000.00", "990.00", "-"]
+    assert ours[3:11] == ["200.0 (198.0 to 205.0)", "81,920", "2.00", "-", "8,800", "12.0%", "10.00 (5.0%)", "5.00"]
+    assert ours[11:14] == ["1,000.00", "990.00", "-"]
     paper = cells(table, "*paper: dimension-wise*")
-    assert (paper[1], paper[5], paper[7], paper[8]) == ("2", "2.04", "12.3%", "16.25 (8.6%)")
+    assert (paper[1], paper[5], paper[8], paper[9]) == ("2", "2.04", "12.3%", "16.25 (8.6%)")
     widths = {line.count("|") for line in table.splitlines() if line.startswith("|")}
     assert len(widths) == 1
     assert "commit unknown" in table.lower() and "21.0% of them distinct" in table
@@ -44,7 +44,7 @@ def test_other_numbers_of_nodes_stand_beside_both_pairs() -> None:
 
 def test_memory_and_vanilla_may_be_missing() -> None:
     result = fixed_result(peak=False)
-    assert cells(markdown(result), "vanilla")[6:8] == ["-", "-"]
+    assert cells(markdown(result), "vanilla")[7:9] == ["-", "-"]
     del result["rows"][0]
     assert cells(markdown(result), "dimension_wise_all_to_all")[5] == "-"
 

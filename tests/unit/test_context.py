@@ -13,7 +13,7 @@ from torch import Tensor
 
 from egmla_megatron.attention.core_attention import TorchCoreAttention
 from egmla_megatron.config.check import check_config
-from egmla_megatron.data.batch import batch_iterator
+from egmla_megatron.data.batch import DataShare, batch_iterator
 from egmla_megatron.data.context_shard import context_shard
 from egmla_megatron.errors import UserError
 from egmla_megatron.train.setup import _validation_samples
@@ -41,7 +41,8 @@ class _Resetting(list):
 def test_a_batch_is_cut_after_it_was_read(kind: type[list[Any]]) -> None:
     sample = {name: torch.arange(16) + 100 * i for i, name in enumerate(("tokens", "labels", "loss_mask"))}
     sample["position_ids"] = torch.arange(16) % 5
-    cut = next(batch_iterator(kind([sample]), [[0]], torch.device("cpu"), num_workers=0, context=(1, 2)))
+    share = DataShare(vocab_size=200, cp_rank=1, cp_size=2)
+    cut = next(batch_iterator(kind([sample]), [{0: [0]}], torch.device("cpu"), num_workers=0, share=share))
     chosen = [4, 5, 6, 7, 8, 9, 10, 11]
     assert cut.tokens_BS[0].tolist() == chosen
     assert cut.labels_BS[0].tolist() == [100 + i for i in chosen]

@@ -53,6 +53,7 @@ MODELS: dict[str, ModelConfig] = {
     "dropout": replace(TINY, hidden_dropout=0.2, attention_dropout=0.2),
 }
 RANKS = (1, 2, 4)  # numbers of ranks that the layouts below are for
+UNPLANNED = "unplanned"  # layouts that end so: the model is called with token ids alone, and finds the rows itself
 _OVERLAPS = {"distributed": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 _GATHER = {"gate_exchange": "all_gather"}
 _ALONE = {"unique_ids": False}
@@ -67,6 +68,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "recompute_full": (1, {"recompute": "full"}),
     "no_accumulation": (1, {"micro_batch_size": 8}),
     "distributed": (1, {"distributed": True}),
+    "overlap_param": (1, _OVERLAPS),
     "dp2": (2, {}),
     "dp2_distributed": (2, {"distributed": True}),
     "dp2_every_id": (2, _ALONE),
@@ -80,6 +82,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2_gate2_all_gather": (2, {"gate_group": 2, **_GATHER, "distributed": True}),
     "dp2_gate2_all_gather_every_id": (2, {"gate_group": 2, **_GATHER, **_ALONE}),
     "dp2_gate2_per_layer": (2, {"gate_group": 2, "gate_granularity": "per_layer"}),
+    f"dp2_gate2_{UNPLANNED}": (2, {"gate_group": 2}),
+    f"dp2_gate2_all_gather_{UNPLANNED}": (2, {"gate_group": 2, **_GATHER}),
     "tp2": (2, {"tensor": 2}),
     "tp2_distributed": (2, {"tensor": 2, "distributed": True}),
     "tp2_gate2": (2, {"tensor": 2, "gate_group": 2}),
@@ -115,6 +119,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2_dp2_gate4": (4, {"tensor": 2, "gate_group": 4}),
     "tp2_sp_dp2_gate4_all_gather": (4, {**_TP_SP, "gate_group": 4, **_GATHER, "distributed": True}),
     "tp2_sp_dp2_gate4_full": (4, {**_TP_SP, "gate_group": 4, "recompute": "full"}),
+    "tp2_dp2_gate4_every_id": (4, {"tensor": 2, "gate_group": 4, **_ALONE}),
+    "tp4_gate2_all_gather": (4, {"tensor": 4, "gate_group": 2, **_GATHER, "distributed": True}),
+    "tp2_cp2_gate2": (4, {"tensor": 2, "context": 2, "gate_group": 2}),
+    "cp4_gate2_all_gather": (4, {"context": 4, "gate_group": 2, **_GATHER}),
+    "cp2_dp2_gate4_all_gather_full": (4, {"context": 2, "gate_group": 4, **_GATHER, "recompute": "full"}),
+    "pp2_dp2_gate2_all_gather_full": (4, {"pipeline": 2, "gate_group": 2, **_GATHER, "recompute": "full"}),
     "tp4_sp_gate4": (4, {"tensor": 4, "sequence": True, "gate_group": 4}),
     "pp2_dp2_gate2": (4, {"pipeline": 2, "gate_group": 2}),
     "pp2_tp2_sp_gate2": (4, {"pipeline": 2, **_TP_SP, "gate_group": 2}),
@@ -152,6 +162,11 @@ class Case:
         return f"{self.model}-{self.layout}"
 
     @property
+    def planned(self) -> bool:
+        """Whether the loader finds the rows of the gating tables, as in training."""
+        return not self.layout.endswith(UNPLANNED)
+
+    @property
     def ranks(self) -> int:
         """Number of ranks."""
         return LAYOUTS[self.layout][0]
@@ -167,9 +182,12 @@ def all_cases(ranks: int) -> list[Case]:
     return cases + [Case(m, name) for m, names in OTHERS.items() for name in names if LAYOUTS[name][0] == ranks]
 
 
-def case_config(case: Case) -> RunConfig:
+def case_config(case: Case, *, gpus: bool = False) -> RunConfig:
     """The run of a case: 8 sequences of 16 tokens a step, 2 in a micro-batch, so gradients accumulate."""
-    return _config(MODELS[case.model], LAYOUTS[case.layout][1], masked=case.model != "every_token")
+    settings = dict(LAYOUTS[case.layout][1])
+    if gpus:
+        settings["attention_backend"] = "math"  # takes heads of any size, in fp32
+    return _config(MODELS[case.model], settings, masked=case.model != "every_token")
 
 
 def chain_config(settings: dict[str, Any], folder: str) -> RunConfig:

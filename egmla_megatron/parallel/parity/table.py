@@ -6,12 +6,19 @@ from typing import Any
 
 from egmla_megatron.parallel.parity.verdict import NUMBER_ERROR, TENSOR_ERROR, passes
 
-__all__ = ["format_table"]
+__all__ = ["crash_name", "format_table"]
 
 _COLUMNS = (("loss", ("loss", "last_loss", "evaluation")), ("grad norm", ("grad_norm", "last_grad_norm")))
 
 
+def crash_name(ranks: int) -> str:
+    """Row of a job that did not come to its end."""
+    return f"(job of {ranks} ranks)"
+
+
 def _line(name: str, ranks: list[dict[str, Any]]) -> list[str]:
+    if "crashed" in ranks[0]:
+        return [name, "", "-", "-", "-", "-", f"CRASHED: exit code {ranks[0]['crashed']}"]
     if "loss" not in ranks[0]:
         drifted = sorted({parameter for errors in ranks for parameter in errors["drifted"]})
         verdict = f"DRIFTED: {drifted[0]}" if drifted else "replicas identical"
@@ -31,5 +38,6 @@ def format_table(found: dict[str, list[dict[str, Any]]]) -> tuple[str, bool]:
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     failed = [name for name, ranks in found.items() if not all(map(passes, ranks))]
     summary = f"{len(found) - len(failed)} of {len(found)} cases equal one rank"
-    limits = f"loss and norm to {NUMBER_ERROR:g} relative, gradients and weights to {TENSOR_ERROR:g} of the largest"
+    tensors = f"gradients to {TENSOR_ERROR['gradient']:g} and weights to {TENSOR_ERROR['weight']:g} of the largest"
+    limits = f"loss and norm to {NUMBER_ERROR:g} relative, {tensors}"
     return "\n".join([*lines, "", f"{summary} ({limits} element; worst over the ranks; fp32, five steps)"]), not failed

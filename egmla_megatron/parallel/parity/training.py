@@ -44,12 +44,16 @@ class _RandomSamples:
         return {"tokens": ids_S[:-1], "labels": ids_S[1:], "loss_mask": self.mask_NS[number]}
 
 
-def sample_batches(cfg: RunConfig, world: World, first: int) -> Iterator[Batch]:
-    """This rank's micro-batches of random samples from number `first` on, through the trainer's own loader."""
+def sample_batches(cfg: RunConfig, world: World, first: int, *, planned: bool = True) -> Iterator[Batch]:
+    """This rank's micro-batches of random samples from number `first` on, through the trainer's own loader.
+
+    planned: with the rows of the gating tables.
+    """
     share = data_share(cfg, world)
     micro_batch, dp = cfg.train.micro_batch_size, world.layout.dp
     chosen = micro_batch_indices(first, None, SAMPLES, micro_batch=micro_batch, dp_ranks=share.dp_ranks, dp_size=dp)
-    return batch_iterator(_RandomSamples(cfg), chosen, world.device, num_workers=0, share=share)
+    batches = batch_iterator(_RandomSamples(cfg), chosen, world.device, num_workers=0, share=share)
+    return batches if planned else (replace(batch, gate_ids=None) for batch in batches)
 
 
 def named_parameters(built: BuiltModel) -> dict[str, Any]:
@@ -76,7 +80,7 @@ def _copies(named: dict[str, Any]) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in named.items()}
 
 
-def train_case(cfg: RunConfig, world: World) -> tuple[Snapshot, dict[str, Any]]:
+def train_case(cfg: RunConfig, world: World, *, planned: bool = True) -> tuple[Snapshot, dict[str, Any]]:
     """Loss, gradients and norm of the first step, without clipping; weights after four more with it.
 
     Returns the snapshot and this rank's parameters by name.
@@ -88,14 +92,14 @@ def train_case(cfg: RunConfig, world: World) -> tuple[Snapshot, dict[str, Any]]:
     schedule = build_schedule(cfg, optimizer, 0)
     named = named_parameters(built)
     snapshot: Snapshot = {"initial": _copies(named)}
-    step = train_step(cfg, world, model, optimizer, sample_batches(cfg, world, 0))
+    step = train_step(cfg, world, model, optimizer, sample_batches(cfg, world, 0, planned=planned))
     _whole_gradients(model)
     snapshot |= {"loss": step.loss, "grad_norm": step.grad_norm}
     snapshot["gradient"] = {name: parameter.main_grad.clone() for name, parameter in named.items()}
     clipped = replace(cfg, optimizer=replace(cfg.optimizer, clip_grad=step.grad_norm / 3))
     for number in range(1, STEPS):
         schedule.step(1)
-        stream = sample_batches(cfg, world, number * cfg.train.global_batch_size)
+        stream = sample_batches(cfg, world, number * cfg.train.global_batch_size, planned=planned)
         step = train_step(clipped, world, model, optimizer, stream)
     snapshot |= {"last_loss": step.loss, "last_grad_norm": step.grad_norm}
     microbatches = world.layout.num_microbatches

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 
 from egmla_megatron.config.check import check_config
+from egmla_megatron.config.schema import RunConfig
+from egmla_megatron.parallel.child_processes import stop_with_launcher
 from egmla_megatron.parallel.parity.cases import RANKS, Case, all_cases, case_config
 from egmla_megatron.parallel.parity.compare import compare, drifted
 from egmla_megatron.parallel.parity.training import Snapshot, train_case
@@ -25,10 +27,14 @@ from egmla_megatron.parallel.world import World, close_world, form_groups, open_
 TIME_LIMIT_S = 500  # a hang says where
 
 
+def _config(case: Case) -> RunConfig:
+    return case_config(case, gpus=torch.cuda.is_available())
+
+
 def _run(case: Case, world: World, serial: dict[str, Snapshot]) -> dict[str, Any]:
     """Errors of a case. A serial case becomes the reference of its model."""
-    cfg = case_config(case)
-    snapshot, named = train_case(cfg, world)
+    cfg = _config(case)
+    snapshot, named = train_case(cfg, world, planned=case.planned)
     found: dict[str, Any] = {"drifted": drifted(named, world)}
     if case.layout == "serial":
         serial[case.model] = snapshot
@@ -38,16 +44,20 @@ def _run(case: Case, world: World, serial: dict[str, Snapshot]) -> dict[str, Any
     return found
 
 
-def _all(cases: list[Case], world: World, serial: dict[str, Snapshot]) -> dict[str, Any]:
+def _all(cases: list[Case], world: World, serial: dict[str, Snapshot], report: Path) -> None:
     """Cases of one layout follow each other: forming groups costs more than training."""
-    base, found = world, {}
+    base = world
+    found: dict[str, Any] = {}
+    report.write_text("{}", encoding="utf-8")
     for case in sorted(cases, key=lambda case: (case.layout != "serial", case.layout)):
-        wanted = check_config(case_config(case), base.size)
+        wanted = check_config(_config(case), base.size)
         if wanted != world.layout:
-            world = form_groups(case_config(case), wanted, base.local_rank, base.device, base.store)
+            world = form_groups(_config(case), wanted, base.local_rank, base.device, base.store)
         print(f"rank {base.rank}: {case.name}", flush=True)  # read when a case fails or hangs
-        found[case.name] = _run(case, world, serial)
-    return {name: errors for name, errors in found.items() if errors}
+        errors = _run(case, world, serial)
+        if errors:
+            found[case.name] = errors
+            report.write_text(json.dumps(found), encoding="utf-8")  # after each case: another may crash
 
 
 def main(folder: Path, pattern: str) -> None:
@@ -59,13 +69,13 @@ def main(folder: Path, pattern: str) -> None:
     models = {case.model for found in matching.values() for case in found}
     references = [case for case in cases if case.layout == "serial" and case.model in models]
     chosen = [*references, *(case for case in matching[ranks] if case.layout != "serial")]
-    first = case_config(chosen[0])
+    stop_with_launcher()
+    first = _config(chosen[0])
     world = open_world(first, check_config(first, ranks))
-    serial: dict[str, Snapshot] = torch.load(reference) if ranks > 1 else {}
-    found = _all(chosen, world, serial)
+    serial: dict[str, Snapshot] = torch.load(reference, map_location=world.device) if ranks > 1 else {}
+    _all(chosen, world, serial, folder / f"ranks{ranks}_{world.rank}.json")
     if ranks == 1:
         torch.save(serial, reference)
-    (folder / f"ranks{ranks}_{world.rank}.json").write_text(json.dumps(found), encoding="utf-8")
     close_world()
 
 

@@ -122,6 +122,7 @@ def measurement(step_ms: list[float], peak: float | None, **changes: Any) -> Mea
         "peak_rss_mib": 100.0,
         "sent_bytes": 10.0,
         "collectives": {},
+        "sent_by_collective": {},
         "wire_bytes": 12.0,
         "exchange": [ExchangeTimes(3.0, 1.0), ExchangeTimes(5.0, 2.0)],
     }

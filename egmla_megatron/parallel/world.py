@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -113,18 +114,38 @@ def open_world(cfg: RunConfig, layout: Layout) -> World:
     timeout = timedelta(seconds=cfg.train.collective_timeout_s)
     store, rank, size = next(dist.rendezvous("env://", rank, size, timeout=timeout))
     agree_on_config(store, rank, size, cfg)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    device_id = device if device.type == "cuda" else None
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device_id)
+    _connect(store, rank, size, device, timeout)
     return form_groups(cfg, layout, local_rank, device, store)
 
 
-def form_groups(cfg: RunConfig, layout: Layout, local_rank: int, device: torch.device, store: Any) -> World:
-    """Divide the ranks that are already connected by the layout; replaces the groups of an earlier layout."""
+def _connect(store: Any, rank: int, size: int, device: torch.device, timeout: timedelta) -> None:
+    backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device_id)
+
+
+def _connect_anew(store: Any, device: torch.device, timeout: timedelta) -> None:
+    """End every group of an earlier layout with its threads, connections and buffers. Called by every rank.
+
+    megatron-core only forgets its groups: a process with twenty layouts behind it had a thousand threads.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
+    parallel_state.destroy_model_parallel()
+    number = store.add(f"layouts/{rank}", 1)
+    dist.barrier()
+    store.add(f"layouts/left/{number}", 1)
+    while store.add(f"layouts/left/{number}", 0) < size:  # a connection must not close while a rank still reads from it
+        time.sleep(0.01)
+    dist.destroy_process_group()
+    _connect(dist.PrefixStore(f"layouts/{number}", store), rank, size, device, timeout)
+
+
+def form_groups(cfg: RunConfig, layout: Layout, local_rank: int, device: torch.device, store: Any) -> World:
+    """Divide the ranks that are already connected by the layout; ends the groups of an earlier layout, which nobody may
+    use any more."""
     timeout = timedelta(seconds=cfg.train.collective_timeout_s)
     if parallel_state.is_initialized():
-        parallel_state.destroy_model_parallel()
+        _connect_anew(store, device, timeout)
+    rank, size = dist.get_rank(), dist.get_world_size()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,

@@ -45,7 +45,7 @@ def test_the_verdict_can_be_no() -> None:
         {"initial": 1e-9},
         {"gradient": 2 * TENSOR_ERROR["gradient"]},
         {"weight": float("nan")},
-        {"grad_norm": 2 * NUMBER_ERROR},
+        {"grad_norm": 2 * NUMBER_ERROR["grad_norm"]},
         {"evaluation": float("nan")},
     ]
     assert passes(good) and format_table({"case": [good]})[1]

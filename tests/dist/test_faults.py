@@ -157,3 +157,17 @@ def test_disk_that_fills_up_loses_nothing(tmp_path: Path, trained: Path) -> None
     assert "Traceback" not in job.output
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_00000002", "step_00000004"]
     assert all(first.equal(second) for first, second in zip(weights(run, 4), weights(trained, 4), strict=True))
+
+
+def test_an_id_that_only_one_rank_meets_is_the_only_error(tmp_path: Path) -> None:
+    """The rank that reads it names it; the others end without guessing at its death."""
+    config, _ = write_run(tmp_path, "run", train={"steps": LONG}, checkpoint={"at_end": False})
+    tokens = tmp_path / "data" / "train.bin"
+    (tmp_path / "data" / "train.json").unlink()  # with its checksums and its largest id
+    content = bytearray(tokens.read_bytes())
+    content[600:602] = (64).to_bytes(2, "little")  # token 300; the vocabulary ends at 63
+    tokens.write_bytes(content)
+    job = start_trainer(2, tmp_path / "log", config, "data.eod_id=0")
+    assert job.wait() != 0, job.output
+    (error,) = error_lines(job.output)
+    assert "got token id 64" in error and "document" in error and "position" in error

@@ -105,7 +105,9 @@ def test_dead_peers_are_those_that_stand_still(exits: list[int]) -> None:
     watches = [PeerWatch(store, rank, 3, 10.0) for rank in range(3)]
     wait_until(lambda: all_alive(store, 3))
     stop(watches[1])
-    assert watches[0].dead_peers() == [1]
+    assert watches[0].dead_peers() == [1] and not watches[0].left_word(1)
+    watches[1].leave_word("data: got token id 64")
+    assert watches[2].left_word(1)
     for watch in (watches[0], watches[2]):
         watch.close()
 

@@ -56,6 +56,8 @@ def _start(ranks: int, folder: Path, pattern: str, *, gpus: bool) -> dict[str, l
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     environment = {name: value for name, value in os.environ.items() if name not in OWN}
     environment |= {"OMP_NUM_THREADS": "1"} | ({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})
+    if environment.pop("PYTHONDONTWRITEBYTECODE", ""):  # every rank would compile megatron-core: 20 s of CPU each
+        environment["PYTHONPYCACHEPREFIX"] = str(folder / "bytecode")
     log = folder / f"ranks{ranks}.log"
     code = _run_ranks([sys.executable, "-W", "ignore", *launcher, "-m", WORKER, str(folder), pattern], environment, log)
     if code:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.parallel.parity.training import TABLE, Snapshot
-from egmla_megatron.parallel.parity.verdict import NUMBERS, TENSOR_ERROR
+from egmla_megatron.parallel.parity.verdict import NUMBER_ERROR, TENSOR_ERROR
 from egmla_megatron.parallel.world import World
 
 __all__ = ["compare", "drifted"]
@@ -37,7 +37,7 @@ def _part(whole: Tensor, name: str, parameter: Any, cfg: RunConfig, world: World
 
 def compare(mine: Snapshot, serial: Snapshot, named: dict[str, Any], cfg: RunConfig, world: World) -> dict[str, Any]:
     """Worst error of each kind, and for tensors the parameter that has it."""
-    errors: dict[str, Any] = {key: abs(mine[key] - serial[key]) / abs(serial[key]) for key in NUMBERS}
+    errors: dict[str, Any] = {key: abs(mine[key] - serial[key]) / abs(serial[key]) for key in NUMBER_ERROR}
     for kind in ("initial", *TENSOR_ERROR):
         worst = (-1.0, "")
         for name, tensor in mine[kind].items():

@@ -39,5 +39,6 @@ def format_table(found: dict[str, list[dict[str, Any]]]) -> tuple[str, bool]:
     failed = [name for name, ranks in found.items() if not all(map(passes, ranks))]
     summary = f"{len(found) - len(failed)} of {len(found)} cases equal one rank"
     tensors = f"gradients to {TENSOR_ERROR['gradient']:g} and weights to {TENSOR_ERROR['weight']:g} of the largest"
-    limits = f"loss and norm to {NUMBER_ERROR:g} relative, {tensors}"
+    norms = f"norms to {NUMBER_ERROR['grad_norm']:g}, after four steps {NUMBER_ERROR['last_grad_norm']:g}"
+    limits = f"losses to {NUMBER_ERROR['loss']:g} relative, {norms}, {tensors}"
     return "\n".join([*lines, "", f"{summary} ({limits} element; worst over the ranks; fp32, five steps)"]), not failed

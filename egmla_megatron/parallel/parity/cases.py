@@ -5,6 +5,7 @@ Nothing here imports torch: the command lists and checks its cases without it.
 
 from __future__ import annotations
 
+import fnmatch
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +20,18 @@ from egmla_megatron.config.schema import (
     TrainConfig,
 )
 
-__all__ = ["MHA", "MODELS", "PLAIN", "RANKS", "TINY", "Case", "all_cases", "case_config", "chain_config"]
+__all__ = [
+    "MHA",
+    "MODELS",
+    "PLAIN",
+    "RANKS",
+    "TINY",
+    "Case",
+    "all_cases",
+    "case_config",
+    "chain_config",
+    "matching_cases",
+]
 
 # Every size that tensor parallelism cuts is even. The stds make gradients of the size of the weights.
 TINY = ModelConfig(
@@ -180,6 +192,12 @@ def all_cases(ranks: int) -> list[Case]:
             main = "deep" if ranks == 4 or settings.get("virtual_pipeline", 1) > 1 else "mul"
             cases.append(Case(main, layout))
     return cases + [Case(m, name) for m, names in OTHERS.items() for name in names if LAYOUTS[name][0] == ranks]
+
+
+def matching_cases(ranks: int, patterns: str) -> list[Case]:
+    """Cases on so many ranks whose names match one of the comma-separated patterns (`*`, `?`)."""
+    wanted = [pattern.strip() for pattern in patterns.split(",")]
+    return [case for case in all_cases(ranks) if any(fnmatch.fnmatch(case.name, pattern) for pattern in wanted)]
 
 
 def case_config(case: Case, *, gpus: bool = False) -> RunConfig:

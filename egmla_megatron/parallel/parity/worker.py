@@ -7,7 +7,7 @@ so replicas that drift apart are seen too, and leaves FOLDER/ranks<N>_<rank>.jso
 from __future__ import annotations
 
 import faulthandler
-import fnmatch
+import gc
 import json
 import os
 import sys
@@ -19,7 +19,7 @@ import torch
 from egmla_megatron.config.check import check_config
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.parallel.child_processes import stop_with_launcher
-from egmla_megatron.parallel.parity.cases import RANKS, Case, all_cases, case_config
+from egmla_megatron.parallel.parity.cases import RANKS, Case, all_cases, case_config, matching_cases
 from egmla_megatron.parallel.parity.compare import compare, drifted
 from egmla_megatron.parallel.parity.training import Snapshot, train_case
 from egmla_megatron.parallel.world import World, close_world, form_groups, open_world
@@ -52,6 +52,7 @@ def _all(cases: list[Case], world: World, serial: dict[str, Snapshot], report: P
     for case in sorted(cases, key=lambda case: (case.layout != "serial", case.layout)):
         wanted = check_config(_config(case), base.size)
         if wanted != world.layout:
+            gc.collect()  # models hold their groups, whose threads would stay
             world = form_groups(_config(case), wanted, base.local_rank, base.device, base.store)
         print(f"rank {base.rank}: {case.name}", flush=True)  # read when a case fails or hangs
         errors = _run(case, world, serial)
@@ -65,7 +66,7 @@ def main(folder: Path, pattern: str) -> None:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     reference = folder / "serial.pt"
     cases = all_cases(ranks)
-    matching = {size: [case for case in all_cases(size) if fnmatch.fnmatch(case.name, pattern)] for size in RANKS}
+    matching = {size: matching_cases(size, pattern) for size in RANKS}
     models = {case.model for found in matching.values() for case in found}
     references = [case for case in cases if case.layout == "serial" and case.model in models]
     chosen = [*references, *(case for case in matching[ranks] if case.layout != "serial")]

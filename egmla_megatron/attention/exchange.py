@@ -26,6 +26,17 @@ __all__ = ["EXCHANGES", "select_rows"]
 # W gate group size, R rows looked up here, U rows received, L layers, C columns per rank (d / W), D = W * C
 
 
+def _side_by_side(received_WULC: Tensor) -> Tensor:
+    """Every rank's columns of the same rows -> whole rows [U,L,D]."""
+    return received_WULC.permute(1, 2, 0, 3).flatten(2)
+
+
+def _by_rank(rows_ULD: Tensor, ranks: int) -> Tensor:
+    """Whole rows -> the columns of every rank [W,U,L,C]; undoes `_side_by_side`."""
+    rows, layers, _ = rows_ULD.shape
+    return rows_ULD.view(rows, layers, ranks, -1).permute(2, 0, 1, 3).contiguous()
+
+
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_RLC: Tensor, group: ProcessGroup, layers: Stream | None) -> Tensor:
@@ -34,12 +45,11 @@ class _AllToAll(torch.autograd.Function):
         received_WULC = torch.empty_like(rows_WULC)
         with collective(rows_WULC):
             dist.all_to_all_single(received_WULC, rows_WULC.contiguous(), group=group)
-        return received_WULC.permute(1, 2, 0, 3).flatten(2)
+        return _side_by_side(received_WULC)
 
     @staticmethod
     def backward(ctx: Any, grad_ULD: Tensor) -> tuple[Tensor, None, None]:
-        rows, layers, _ = grad_ULD.shape
-        grad_WULC = grad_ULD.view(rows, layers, ctx.group.size(), -1).permute(2, 0, 1, 3).contiguous()
+        grad_WULC = _by_rank(grad_ULD, ctx.group.size())
         returned_WULC = torch.empty_like(grad_WULC)
         with collective(grad_WULC, ctx.layers):
             dist.all_to_all_single(returned_WULC, grad_WULC, group=ctx.group)
@@ -53,12 +63,11 @@ class _AllGather(torch.autograd.Function):
         received_WULC = rows_ULC.new_empty(group.size(), *rows_ULC.shape)
         with collective(rows_ULC):
             dist.all_gather_into_tensor(received_WULC.flatten(0, 1), rows_ULC.contiguous(), group=group)
-        return received_WULC.permute(1, 2, 0, 3).flatten(2)
+        return _side_by_side(received_WULC)
 
     @staticmethod
     def backward(ctx: Any, grad_ULD: Tensor) -> tuple[Tensor, None, None]:
-        rows, layers, _ = grad_ULD.shape
-        grad_WULC = grad_ULD.view(rows, layers, ctx.group.size(), -1).permute(2, 0, 1, 3).contiguous()
+        grad_WULC = _by_rank(grad_ULD, ctx.group.size())
         summed_ULC = torch.empty_like(grad_WULC[0])
         with collective(grad_WULC, ctx.layers):
             dist.reduce_scatter_tensor(summed_ULC, grad_WULC.flatten(0, 1), group=ctx.group)

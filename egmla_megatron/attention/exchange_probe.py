@@ -51,11 +51,11 @@ class ExchangeProbe:
         self.waits: list[_Span] = []  # on the stream of the layers: from wanting the rows to having them
         self.behind: list[tuple[Any, Any]] = []  # backward: (layers' stream has nothing left to do, collective done)
 
-    def exchange_ms(self, group: ProcessGroup | None) -> float:
+    def exchange_ms(self, group: ProcessGroup) -> float:
         """Milliseconds inside the collectives."""
         return _least([span.ms() for span in self.spans], group)
 
-    def exposed_ms(self, group: ProcessGroup | None) -> float:
+    def exposed_ms(self, group: ProcessGroup) -> float:
         """Milliseconds that the layers' stream had to wait for collectives: forward before the first gate, backward
         behind the last layer. On a CPU every collective is waited for."""
         if any(not span.cuda for span in self.spans):
@@ -74,13 +74,11 @@ class ExchangeProbe:
         return found
 
 
-def _least(times_ms: list[float], group: ProcessGroup | None) -> float:
-    """Sum over collectives of the least time over ranks; group None: this rank's alone."""
-    if group is not None and times_ms:
-        everyone: list[Any] = [None] * group.size()
-        dist.all_gather_object(everyone, times_ms, group=group)
-        times_ms = [min(times) for times in zip(*everyone, strict=True)]
-    return sum(times_ms)
+def _least(times_ms: list[float], group: ProcessGroup) -> float:
+    """Sum over collectives of the least time over ranks."""
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, times_ms, group=group)
+    return sum(min(times) for times in zip(*everyone, strict=True))
 
 
 @contextmanager

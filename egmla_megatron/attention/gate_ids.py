@@ -129,10 +129,10 @@ class GatePlan:
             own_U = None if len(keys) == 1 else torch.arange(first, first + tokens)
             return GateIds(torch.cat([flat[key] for key in keys]), own_U, None)
         union, place = distinct_ids(torch.cat([flat[key] for key in keys]), self.vocab_size)
-        own, index_T = distinct_ids(place[keys.index(mine) * tokens :][:tokens], len(union))
         size = padded_size(len(union) + 1, tokens)  # the last row is padding, so that padding can point there
         if len(keys) == 1:
-            return GateIds(_padded(union, size, 0), None, pack_row_map(index_T, size))
+            return GateIds(_padded(union, size, 0), None, pack_row_map(place, size))
+        own, index_T = distinct_ids(place[keys.index(mine) * tokens :][:tokens], len(union))
         own_U = _padded(own, padded_size(len(own), tokens), size - 1)
         return GateIds(_padded(union, size, 0), own_U, pack_row_map(index_T, len(own_U)))
 

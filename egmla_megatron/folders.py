@@ -1,4 +1,4 @@
-"""Whether a folder can be made and written, found out before hours of work depend on it."""
+"""Whether a folder or file can be made and written, found out before hours of work depend on it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from egmla_megatron.errors import UserError
 
-__all__ = ["refuse_name", "refuse_unwritable"]
+__all__ = ["refuse_name", "refuse_unwritable", "refuse_unwritable_file"]
 
 
 def refuse_name(name: str, folder: str) -> None:
@@ -51,3 +51,15 @@ def refuse_unwritable(name: str, folder: str | Path) -> None:
         raise UserError(
             f"{name}: got {folder}, which cannot be written ({existing}: {error.strerror}); choose another folder"
         ) from error
+
+
+def refuse_unwritable_file(name: str, path: Path) -> None:
+    """Refuse an output file that could not be written in a folder that is there. Reads only.
+
+    Raises:
+        UserError: starts with `name`, the option that gave the file.
+    """
+    if not os.path.isdir(path.parent):
+        raise UserError(f"{name}: got {path}, allowed a file in a folder that exists; make {path.parent}")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UserError(f"{name}: got {path}, allowed a file that can be written; name another")

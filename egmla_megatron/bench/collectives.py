@@ -21,7 +21,6 @@ class Collective:
     """One collective of this rank."""
 
     name: str  # torch's operator: allreduce_, _allgather_base_, ...
-    input_bytes: int  # what this rank hands in
     ranks: int
     sent_bytes: float  # by the ring formula, see `ring_bytes`
 
@@ -92,4 +91,4 @@ class CollectiveCounter(TorchDispatchMode):
             sent: float = size - mine * _bytes(payload[:1])
         else:
             sent = ring_bytes(name, size, group.size())
-        self.found.append(Collective(name, size, group.size(), sent))
+        self.found.append(Collective(name, group.size(), sent))

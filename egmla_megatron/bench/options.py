@@ -17,6 +17,7 @@ from egmla_megatron.cli import CommandParser
 from egmla_megatron.config.load import load_config
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.errors import UserError
+from egmla_megatron.folders import refuse_unwritable_file
 
 __all__ = ["BenchOptions", "base_config", "parse_options"]
 
@@ -101,10 +102,7 @@ def _check(given: argparse.Namespace) -> None:
     if given.plot and given.plot.suffix.lower() not in _PLOTS:
         _refuse("--plot", given.plot, "a name that ends in .png or .svg", "give it such a name")
     for path in filter(None, (given.json, given.markdown, given.plot)):
-        if not os.path.isdir(path.parent):
-            _refuse("output", path, "a file in a folder that exists", f"make {path.parent}")
-        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-            _refuse("output", path, "a file that can be written", "name another")
+        refuse_unwritable_file("output", path)
     if "," in given.data:
         _refuse("--data", given.data, "the prefix of one data set", "leave out the comma and what follows it")
     for override in given.overrides:

@@ -19,6 +19,7 @@ from typing import Any
 
 from egmla_megatron.cli import CommandParser, run_main
 from egmla_megatron.errors import UserError
+from egmla_megatron.folders import refuse_unwritable_file
 from egmla_megatron.parallel.child_processes import end_with
 from egmla_megatron.parallel.parity.cases import RANKS, all_cases, matching_cases
 from egmla_megatron.parallel.parity.table import crash_name, format_table
@@ -104,10 +105,8 @@ def main() -> int:
     if not any(matching_cases(size, options.only) for size in options.ranks):
         raise UserError(f"--only: got {options.only}, allowed patterns of {len(names)} cases, such as {names[0]}")
     report = Path(options.json) if options.json else None
-    if report and (report.is_dir() or not report.parent.is_dir() or not os.access(report.parent, os.W_OK)):
-        raise UserError(
-            f"--json: got {report}, allowed a file in a folder that exists and can be written; name another"
-        )
+    if report:
+        refuse_unwritable_file("--json", report)
     signal.signal(signal.SIGTERM, _end)
     with tempfile.TemporaryDirectory(prefix="egmla-parity-") as folder:
         found = prove(tuple(options.ranks), options.only, Path(folder), gpus=options.gpus)

@@ -53,10 +53,8 @@ def _forward(
 
     mask = (heads < HEADS) & (half < HALF)[None, :]
     pair = from_q + heads * K + NOPE + 2 * half[None, :]
-    even, odd = (
-        tl.load(pair, mask=mask, other=0.0).to(tl.float32),
-        tl.load(pair + 1, mask=mask, other=0.0).to(tl.float32),
-    )
+    even = tl.load(pair, mask=mask, other=0.0).to(tl.float32)
+    odd = tl.load(pair + 1, mask=mask, other=0.0).to(tl.float32)
     at = heads * K + NOPE + half[None, :]
     kind = query_ptr.dtype.element_ty
     tl.store(to_query + at, (even * cos[None, :] - odd * sin[None, :]).to(kind), mask=mask)

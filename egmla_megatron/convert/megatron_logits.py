@@ -28,9 +28,10 @@ def _single_rank(cfg: RunConfig) -> RunConfig:
 
 
 @torch.no_grad()
-def megatron_logits(where: str | Path, ids_BS: Tensor) -> Tensor:
+def megatron_logits(where: str | Path, ids_BS: Tensor, rounded_to: torch.dtype | None = None) -> list[Tensor]:
     """Token ids [B,S] -> fp32 logits [B,S,vocab] on the CPU, from a checkpoint of any layout.
 
+    rounded_to: gives a second tensor of logits, computed (in fp32, too) after rounding every weight to this dtype.
     Opens process groups of one rank and closes them again: call it in a process that has none.
     """
     path = find_checkpoint(Path(where))
@@ -44,6 +45,11 @@ def megatron_logits(where: str | Path, ids_BS: Tensor) -> Tensor:
         built.module.eval()
         ids = ids_BS.to(world.device)
         positions = torch.arange(ids.shape[1], device=world.device)[None].expand(ids.shape[0], -1)
-        return built.module(ids, positions, None).float().cpu()
+        logits = [built.module(ids, positions, None).float().cpu()]
+        if rounded_to is not None:
+            for parameter in built.module.parameters():
+                parameter.copy_(parameter.to(rounded_to))
+            logits.append(built.module(ids, positions, None).float().cpu())
+        return logits
     finally:
         close_world()

@@ -7,6 +7,7 @@ into memory, so what a conversion holds is what it copies, however large the ten
 from __future__ import annotations
 
 import io
+import pickle
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -87,12 +88,13 @@ class StoredTensor:
         try:
             with open(path, "rb") as file:
                 file.seek(place.offset)
-                head = torch.load(_Window(file, place.offset, place.length), map_location="meta", weights_only=True)
+                window = io.BufferedReader(_Window(file, place.offset, place.length))
+                head = torch.load(window, map_location="meta", weights_only=True)
             # torch notes where in the file a storage lies that it did not read
             start = place.offset + head.untyped_storage()._checkpoint_offset
             size = head.untyped_storage().nbytes()
             raw = np.memmap(path, dtype=np.uint8, mode="c", offset=start, shape=(size,))
-        except (OSError, RuntimeError, ValueError, AttributeError) as error:
+        except (OSError, RuntimeError, ValueError, AttributeError, pickle.UnpicklingError) as error:
             reason = " ".join(str(error).split())[:200]
             raise UserError(f"checkpoint: {path} cannot be read ({reason}); use another step_* folder") from error
         if tuple(head.shape) != tuple(chunk.sizes):

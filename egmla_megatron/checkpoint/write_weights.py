@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -86,6 +85,8 @@ def _chunk(piece: Piece) -> ChunkStorageMetadata:
 
 def write_weights(pieces: Iterable[Piece], folder: Path, dtype: torch.dtype) -> None:
     """Writes all pieces into the folder, in `dtype`; the manifest and the marker are the caller's."""
+    from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config  # takes seconds
+
     writer = dcp.FileSystemWriter(folder, sync_files=True)
     dcp.save({}, storage_writer=writer, planner=_Planner(pieces, dtype), no_dist=True)
     save_config(CheckpointingConfig("torch_dist", 1), str(folder))

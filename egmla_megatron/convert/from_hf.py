@@ -38,7 +38,7 @@ def open_export(hf_dir: str | Path) -> tuple[HfWeights, Layout, ModelConfig]:
     layout, model = layout_of_folder(read_hf_config(folder))
     weights = HfWeights(folder)
     shapes = hf_shapes(model, layout)
-    wrong = [name for name in weights if name in shapes and weights.shape(name) != shapes[name]]
+    wrong = [name for name in shapes if name in weights and weights.shape(name) != shapes[name]]
     if wrong:
         raise UserError(
             f"{folder}: {wrong[0]} has shape {weights.shape(wrong[0])}, config.json says {shapes[wrong[0]]}"

@@ -74,6 +74,7 @@ def require_keys(config: Mapping[str, Any], keys: Iterable[str]) -> None:
 
 def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """The architecture that a config.json describes; missing keys are named."""
+    config = {"tie_word_embeddings": True, **config}  # older releases leave out what every configuration defaults to
     require_keys(config, _KEYS)
     found = {field: config[key] for key, field in _KEYS.items()}
     return ModelConfig(**{**found, "q_lora_rank": found["q_lora_rank"] or 0})

@@ -54,12 +54,14 @@ class EgmlaPreTrainedModel(PreTrainedModel):
     @classmethod
     def from_pretrained(cls, *args, output_loading_info=False, **kwargs):
         """As the library's, but weights that do not fit config.json are an error, not a warning and random values."""
-        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
-        if not kwargs.get("ignore_mismatched_sizes"):
+        strict = not kwargs.pop("ignore_mismatched_sizes", False)
+        model, info = super().from_pretrained(*args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs)
+        if strict:
+            refuse_keys("has other shapes in", {describe(entry) for entry in info["mismatched_keys"]})
             tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
             without_head = {"lm_head.weight"} if isinstance(model, EgmlaModel) else set()
             refuse_keys("lacks", set(info["missing_keys"]) - tied)
-            refuse_keys("has no place for", set(info["unexpected_keys"]) - without_head)
+            refuse_keys("has too many by", set(info["unexpected_keys"]) - without_head)
         return (model, info) if output_loading_info else model
 
     def save_pretrained(self, *args, **kwargs):
@@ -90,12 +92,20 @@ class EgmlaPreTrainedModel(PreTrainedModel):
         return sum(each.table_WU.nbytes for each in gates)
 
 
+def describe(entry):
+    """A tensor whose shape does not fit: some releases give (name, its shape, the model's), some the name."""
+    if isinstance(entry, str):
+        return entry
+    name, stored, expected = entry
+    return f"{name} {tuple(stored)}, not {tuple(expected)}"
+
+
 def refuse_keys(what, names):
     """An error that names the first tensors."""
     if names:
         shown = ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         raise ValueError(
-            f"the checkpoint {what} {len(names)} tensors that config.json describes otherwise: {shown}; "
+            f"the checkpoint {what} {len(names)} tensors of the model that config.json describes: {shown}; "
             "use the config.json that was exported with the weights"
         )
 

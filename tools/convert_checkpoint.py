@@ -63,8 +63,12 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     arguments = parse_arguments()
     quiet_libraries()
+    from transformers.utils import logging
+
     from egmla_megatron.convert.command import Export, convert_from_hf, convert_to_hf, shard_bytes
 
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
     if arguments.command == "from-hf":
         options = {"dtype": arguments.dtype, "vocab_size": arguments.vocab_size, "step": arguments.step}
         convert_from_hf(arguments.src, arguments.dst, **options)

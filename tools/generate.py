@@ -53,6 +53,7 @@ def main() -> None:
     from egmla_megatron.inference.prompts import read_prompts
 
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     sampling = Sampling(
         arguments.max_new_tokens, arguments.temperature, arguments.top_p, arguments.seed, arguments.top_k
     )

@@ -48,7 +48,7 @@ def load_model(hf_dir: str | Path, **options: Any) -> Any:
     """The model of an exported folder in evaluation mode; options go to `from_pretrained`."""
     from transformers import AutoModelForCausalLM
 
-    own = read_hf_config(hf_dir)["model_type"] == "egmla"
+    own = read_hf_config(hf_dir)["model_type"] == "egmla"  # the other layouts are classes of transformers
     return AutoModelForCausalLM.from_pretrained(str(hf_dir), trust_remote_code=own, **options).eval()
 
 

@@ -185,7 +185,7 @@ def _run(
         return_dict_in_generate=True,
         streamer=stream,
     )
-    cache = output.get("cache", output.get("past_key_values"))  # its name before and after a release of transformers 5
+    cache = output["cache" if "cache" in output else "past_key_values"]  # its name changed in transformers 5
     return output.sequences[:, batch["input_ids"].shape[1] :].cpu(), cache
 
 

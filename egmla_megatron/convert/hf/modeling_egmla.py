@@ -236,9 +236,9 @@ class EgmlaForCausalLM(EgmlaPreTrainedModel, GenerationMixin):
         output_attentions=None,
         output_hidden_states=None,
         return_dict=None,
-        cache_position=None,  # older releases count the tokens for the model; the cache knows
         **kwargs,
     ) -> CausalLMOutputWithPast:
+        kwargs.pop("cache_position", None)  # older releases count the tokens for the model; the cache knows
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

@@ -13,14 +13,14 @@ from torch import Tensor
 from egmla_megatron.checkpoint.manifest import FORMAT, Manifest, is_complete, seal
 from egmla_megatron.checkpoint.write_weights import Piece, write_weights
 from egmla_megatron.config.load import architecture, to_dict
-from egmla_megatron.config.schema import DataConfig, ModelConfig, RunConfig, RunSection
+from egmla_megatron.config.schema import DataConfig, ModelConfig, RunConfig, RunSection, TrainConfig
 from egmla_megatron.convert.layouts import Layout, hf_shapes, layout_of_folder, read_hf_config
 from egmla_megatron.convert.names import LAYER_COLUMNS, Row, require_names
 from egmla_megatron.convert.new_folder import new_folder, require_disk
 from egmla_megatron.convert.shards import HfWeights
 from egmla_megatron.convert.to_hf import has_vocab_rows
 from egmla_megatron.errors import UserError
-from egmla_megatron.folders import refuse_name
+from egmla_megatron.folders import refuse_name, refuse_unwritable
 from egmla_megatron.model.names import stored_name
 
 __all__ = ["import_hf", "open_export"]
@@ -63,6 +63,7 @@ def import_hf(
     that are added are the mean of the others, rows that are cut off are lost. step: optimizer steps that count as
     done, for the schedule and the position in the data.
     """
+    refuse_name("DST", str(out_dir))
     target = Path(out_dir)
     _refuse_target(target)
     if step < 0:
@@ -82,11 +83,11 @@ def import_hf(
 
 
 def _refuse_target(target: Path) -> None:
-    refuse_name("DST", str(target))
     if target.exists() and not target.is_dir():
         raise UserError(f"{target}: is a file, expected a folder to create; choose another name")
     if target.is_dir() and any(target.iterdir()) and not is_complete(target):
         raise UserError(f"{target}: exists and is no checkpoint; choose an empty or new folder")
+    refuse_unwritable("DST", target.parent)
 
 
 class _Resized(Mapping[str, Tensor]):
@@ -157,7 +158,8 @@ def _manifest(source: Path, model: ModelConfig, step: int) -> Manifest:
     import megatron.core
 
     tokenizer = str(source.absolute()) if (source / "tokenizer_config.json").is_file() else ""
-    cfg = RunConfig(run=RunSection(name="from_hf"), model=model, data=DataConfig(tokenizer=tokenizer))
+    train = TrainConfig(seq_length=min(TrainConfig.seq_length, model.max_position_embeddings))
+    cfg = RunConfig(run=RunSection(name="from_hf"), model=model, data=DataConfig(tokenizer=tokenizer), train=train)
     return Manifest(
         format=FORMAT,
         step=step,

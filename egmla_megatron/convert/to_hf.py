@@ -20,7 +20,7 @@ from egmla_megatron.convert.names import Indexable, to_hf_tensors
 from egmla_megatron.convert.new_folder import new_folder, require_disk
 from egmla_megatron.convert.shards import write_json, write_shards
 from egmla_megatron.errors import UserError
-from egmla_megatron.folders import refuse_name
+from egmla_megatron.folders import refuse_name, refuse_unwritable
 
 __all__ = ["DEFAULT_SHARD_BYTES", "export_hf", "has_vocab_rows"]
 
@@ -52,6 +52,7 @@ def export_hf(
     vocab_size: cut the vocabulary padding off to this many rows; None keeps it. layout: natural unless given. card:
     facts for README.md. An older export in out_dir is replaced; any other content is a UserError.
     """
+    refuse_name("DST", str(out_dir))
     target = Path(out_dir)
     refuse_foreign_folder(target)
     layout = layout or layout_for(model)
@@ -74,12 +75,12 @@ def export_hf(
 
 
 def refuse_foreign_folder(target: Path) -> None:
-    """Refuse to replace anything but an older export."""
-    refuse_name("DST", str(target))
+    """Refuse to replace anything but an older export, and what cannot be written."""
     if target.exists() and not target.is_dir():
         raise UserError(f"{target}: is a file, expected a folder to create; choose another name")
     if target.is_dir() and any(target.iterdir()) and not is_export(target):
         raise UserError(f"{target}: exists and is no export of this project; choose an empty or new folder")
+    refuse_unwritable("DST", target.parent)
 
 
 def _without_padding(model: ModelConfig, rows: int | None) -> ModelConfig:
@@ -111,6 +112,8 @@ def _checked(
                 "give the configuration that the weights were made with"
             )
         tensor = tensor.detach().to("cpu", dtype).contiguous()
+        if dtype == torch.float16 and not torch.isfinite(tensor).all():
+            raise UserError(f"{name}: holds values that fp16 cannot (above {torch.finfo(dtype).max:.0f}); take bf16")
         whole = tensor.untyped_storage().nbytes() == tensor.nbytes
         yield name, tensor if whole else tensor.clone()
 

@@ -153,6 +153,9 @@ def test_user_mistakes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         export_hf(
             {**weights_of(wider), **{k: v for k, v in weights.items() if "up.weight" in k}}, wider, tmp_path / "x"
         )
+    with pytest.raises(UserError, match=r"model\.norm\.weight: holds values that fp16 cannot"):
+        large = {**weights, "decoder.final_layernorm.weight": torch.full((16,), 1e6)}
+        export_hf(large, MODEL, tmp_path / "x", dtype=torch.float16)
     monkeypatch.setattr(new_folder.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
     with pytest.raises(UserError, match="0 MiB free, the result needs"):
         export_hf(weights, MODEL, tmp_path / "x")

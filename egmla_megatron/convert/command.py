@@ -12,7 +12,6 @@ import torch
 from egmla_megatron.checkpoint.manifest import Manifest, find_checkpoint, read_manifest
 from egmla_megatron.checkpoint.stored import StoredWeights
 from egmla_megatron.config.load import from_dict
-from egmla_megatron.convert.from_hf import import_hf
 from egmla_megatron.convert.layouts import layout_for
 from egmla_megatron.convert.to_hf import DEFAULT_SHARD_BYTES, export_hf
 from egmla_megatron.convert.verify import Comparison, verify_export
@@ -107,6 +106,8 @@ def _facts(path: Path, manifest: Manifest) -> dict[str, Any]:
 
 def convert_from_hf(src: str, dst: str, *, dtype: str = "auto", vocab_size: int | None = None, step: int = 0) -> Path:
     """Makes a checkpoint of weights alone from an exported folder, and prints how training goes on from it."""
+    from egmla_megatron.convert.from_hf import import_hf  # it imports megatron-core, which takes seconds
+
     folder = import_hf(src, dst, dtype=DTYPES[dtype], vocab_size=vocab_size, step=step)
     print(f"wrote {folder}; train from it with checkpoint.load={folder} (optimizer fresh, step {step})")
     return folder

@@ -10,43 +10,23 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from egmla_megatron.checkpoint.failures import SAVE_ERRORS, raise_unless_disk
 from egmla_megatron.checkpoint.manifest import FORMAT, Manifest, is_complete, seal
 from egmla_megatron.checkpoint.write_weights import Piece, write_weights
 from egmla_megatron.config.load import architecture, to_dict
 from egmla_megatron.config.schema import DataConfig, ModelConfig, RunConfig, RunSection, TrainConfig
-from egmla_megatron.convert.layouts import Layout, hf_shapes, layout_of_folder, read_hf_config
-from egmla_megatron.convert.names import LAYER_COLUMNS, Row, require_names
+from egmla_megatron.convert.layouts import Layout, hf_shapes
+from egmla_megatron.convert.names import LAYER_COLUMNS, Row
 from egmla_megatron.convert.new_folder import new_folder, require_disk
-from egmla_megatron.convert.shards import HfWeights
+from egmla_megatron.convert.open_export import open_export
 from egmla_megatron.convert.to_hf import has_vocab_rows
 from egmla_megatron.errors import UserError
 from egmla_megatron.folders import refuse_name, refuse_unwritable
 from egmla_megatron.model.names import stored_name
 
-__all__ = ["import_hf", "open_export"]
+__all__ = ["import_hf"]
 
 _LAYER = "decoder.layers."
-
-
-def open_export(hf_dir: str | Path) -> tuple[HfWeights, Layout, ModelConfig]:
-    """The tensors of an exported folder, checked against its config.json.
-
-    Raises:
-        UserError: names what is missing, too many, or of another shape than the configuration says.
-    """
-    folder = Path(hf_dir)
-    layout, model = layout_of_folder(read_hf_config(folder))
-    weights = HfWeights(folder)
-    shapes = hf_shapes(model, layout)
-    wrong = [name for name in shapes if name in weights and weights.shape(name) != shapes[name]]
-    if wrong:
-        raise UserError(
-            f"{folder}: {wrong[0]} has shape {weights.shape(wrong[0])}, config.json says {shapes[wrong[0]]}"
-            f"{f' (and {len(wrong) - 1} more differ)' if len(wrong) > 1 else ''}; "
-            "give the config.json that was exported with the weights"
-        )
-    require_names(f"{folder}: Hugging Face", weights, set(shapes))
-    return weights, layout, model
 
 
 def import_hf(
@@ -77,7 +57,14 @@ def import_hf(
     require_disk(target, elements * dtype.itemsize)
     tensors = _Resized(weights, resized.vocab_size)
     with new_folder(target) as folder:
-        write_weights(_pieces(tensors, resized, layout), folder, dtype)
+        try:
+            write_weights(_pieces(tensors, resized, layout), folder, dtype)
+        except SAVE_ERRORS as error:
+            raise_unless_disk(error)
+            reason = (str(error).strip() or type(error).__name__).splitlines()[-1]  # above it stands a traceback
+            raise UserError(
+                f"{target}: writing failed ({reason[:200]}); free space or choose another folder"
+            ) from error
         seal(folder, _manifest(Path(hf_dir), resized, step))
     return target
 

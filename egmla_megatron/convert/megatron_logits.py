@@ -23,7 +23,9 @@ __all__ = ["megatron_logits"]
 
 def _single_rank(cfg: RunConfig) -> RunConfig:
     """The run's configuration for one rank in fp32, with the plain torch layers."""
-    train = replace(cfg.train, precision="fp32", recompute="none", micro_batch_size=1, global_batch_size=1)
+    train = replace(
+        cfg.train, precision="fp32", recompute="none", micro_batch_size=1, global_batch_size=1, cuda_graph=False
+    )
     return replace(cfg, parallel=ParallelConfig(implementation="torch"), train=train)
 
 

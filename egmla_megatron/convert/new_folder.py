@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,7 +42,8 @@ def new_folder(target: Path) -> Iterator[Path]:
     """
     beside = target.absolute().with_name(f".{target.name}.partial-{os.getpid()}")
     older = beside.with_name(f".{target.name}.older-{os.getpid()}")
-    before = signal.signal(signal.SIGTERM, _end)
+    in_main_thread = threading.current_thread() is threading.main_thread()  # elsewhere Python sets no handlers
+    before = signal.signal(signal.SIGTERM, _end) if in_main_thread else None
     try:
         try:
             shutil.rmtree(beside, ignore_errors=True)
@@ -51,10 +53,11 @@ def new_folder(target: Path) -> Iterator[Path]:
                 target.rename(older)
             beside.rename(target)
         except OSError as error:  # the disk filled up or went away in spite of the check
-            raise UserError(f"{target}: cannot be written ({error}); choose another folder, or free space") from error
+            raise UserError(f"{target}: could not be made ({error}); free space or choose another folder") from error
     finally:
         if older.exists() and not target.exists():
             older.rename(target)
         shutil.rmtree(beside, ignore_errors=True)
         shutil.rmtree(older, ignore_errors=True)
-        signal.signal(signal.SIGTERM, before)
+        if in_main_thread:
+            signal.signal(signal.SIGTERM, before)

@@ -27,6 +27,7 @@ def write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path, max_shard_
 
     The tensors of one file are held at a time. Each must own its storage.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     pending: dict[str, Tensor] = {}
@@ -35,7 +36,10 @@ def write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path, max_shard_
 
     def flush() -> None:
         shards.append(list(pending))
-        save_file(pending, folder / f"shard-{len(shards)}.safetensors", metadata={"format": "pt"})
+        try:
+            save_file(pending, folder / f"shard-{len(shards)}.safetensors", metadata={"format": "pt"})
+        except SafetensorError as error:  # its word for a full disk
+            raise OSError(str(error)) from error
         pending.clear()
 
     for name, tensor in tensors:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from egmla_megatron.convert.from_hf import open_export
 from egmla_megatron.convert.layouts import read_hf_config
+from egmla_megatron.convert.open_export import open_export
 from egmla_megatron.convert.verify import load_model
 from egmla_megatron.errors import UserError
 from egmla_megatron.inference.stream import OrderedStream

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
+import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from egmla_megatron.attention.reference import ReferenceModel
@@ -19,8 +24,10 @@ from egmla_megatron.checkpoint.stored import StoredWeights
 from egmla_megatron.config.schema import ModelConfig
 from egmla_megatron.convert import from_hf
 from egmla_megatron.convert.command import Export, convert_to_hf, shard_bytes
-from egmla_megatron.convert.from_hf import import_hf, open_export
+from egmla_megatron.convert.from_hf import import_hf
 from egmla_megatron.convert.names import from_hf_tensors
+from egmla_megatron.convert.new_folder import new_folder
+from egmla_megatron.convert.open_export import open_export
 from egmla_megatron.convert.to_hf import export_hf
 from egmla_megatron.errors import UserError
 from tests.hf_models import BASE, VARIANTS, one_thread
@@ -155,6 +162,22 @@ def test_mistakes_leave_nothing_behind(exported: Path, tmp_path: Path, monkeypat
             import_hf(exported, tmp_path / name)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "older"]
     assert (older / "manifest.json").read_bytes() == before
+
+
+def test_a_disk_that_fills_up_and_a_signal(exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any, **options: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", full)
+    with pytest.raises(UserError, match="No space left on device"):
+        import_hf(exported, tmp_path / "new")
+    with pytest.raises(SystemExit) as caught, new_folder(tmp_path / "new") as folder:
+        (folder / "file").touch()
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+    assert caught.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_stored_part_that_is_missing_is_named(exported: Path, tmp_path: Path) -> None:

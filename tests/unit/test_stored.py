@@ -18,9 +18,9 @@ from egmla_megatron.checkpoint.write_weights import Piece, write_weights
 from egmla_megatron.config.load import load_config
 from egmla_megatron.config.schema import ModelConfig
 from egmla_megatron.convert import from_hf, to_hf
-from egmla_megatron.convert.from_hf import open_export
 from egmla_megatron.convert.layouts import hf_shapes, layout_for
 from egmla_megatron.convert.names import from_hf_tensors, table, to_hf_tensors
+from egmla_megatron.convert.open_export import open_export
 from egmla_megatron.convert.to_hf import export_hf
 from egmla_megatron.model.count import count_parameters
 from tests.hf_models import BASE

@@ -15,9 +15,9 @@ from torch import Tensor
 from egmla_megatron.attention.reference import ReferenceModel
 from egmla_megatron.config.schema import ModelConfig
 from egmla_megatron.convert import new_folder, to_hf
-from egmla_megatron.convert.from_hf import open_export
 from egmla_megatron.convert.layouts import LAYOUTS, hf_shapes, layout_for, layout_of_folder, read_hf_config
 from egmla_megatron.convert.names import from_hf_tensors, to_hf_tensors
+from egmla_megatron.convert.open_export import open_export
 from egmla_megatron.convert.to_hf import export_hf
 from egmla_megatron.convert.verify import Comparison, compare, hf_logits, load_model
 from egmla_megatron.data.train_tokenizer import train_sentencepiece
@@ -208,10 +208,10 @@ def test_layouts_that_would_compute_something_else(name: str, model: ModelConfig
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"num_hidden_layers": 3}, r"lacks .* model\.layers\.2"),
-        ({"num_hidden_layers": 1}, r"has too many by .* model\.layers\.1"),
-        ({"kv_lora_rank": 8}, r"has other shapes in 6 tensors .*kv_a_proj_with_mqa\.weight"),
-        ({"tie_word_embeddings": False}, r"lacks 1 tensors .* lm_head\.weight"),
+        ({"num_hidden_layers": 3}, r"tensors are missing for .* model\.layers\.2"),
+        ({"num_hidden_layers": 1}, r"tensors have no place in .* model\.layers\.1"),
+        ({"kv_lora_rank": 8}, r"6 tensors have other shapes than .*kv_a_proj_with_mqa\.weight"),
+        ({"tie_word_embeddings": False}, r"1 tensors are missing for .* lm_head\.weight"),
     ],
 )
 def test_a_configuration_changed_by_hand_does_not_load(keys: dict[str, Any], message: str, tmp_path: Path) -> None:

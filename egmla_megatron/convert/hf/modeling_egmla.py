@@ -57,11 +57,11 @@ class EgmlaPreTrainedModel(PreTrainedModel):
         strict = not kwargs.pop("ignore_mismatched_sizes", False)
         model, info = super().from_pretrained(*args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs)
         if strict:
-            refuse_keys("has other shapes in", {describe(entry) for entry in info["mismatched_keys"]})
+            refuse_keys("{} tensors have other shapes than", {describe(entry) for entry in info["mismatched_keys"]})
             tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
             without_head = {"lm_head.weight"} if isinstance(model, EgmlaModel) else set()
-            refuse_keys("lacks", set(info["missing_keys"]) - tied)
-            refuse_keys("has too many by", set(info["unexpected_keys"]) - without_head)
+            refuse_keys("{} tensors are missing for", set(info["missing_keys"]) - tied)
+            refuse_keys("{} tensors have no place in", set(info["unexpected_keys"]) - without_head)
         return (model, info) if output_loading_info else model
 
     def save_pretrained(self, *args, **kwargs):
@@ -105,8 +105,8 @@ def refuse_keys(what, names):
     if names:
         shown = ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         raise ValueError(
-            f"the checkpoint {what} {len(names)} tensors of the model that config.json describes: {shown}; "
-            "use the config.json that was exported with the weights"
+            f"{what.format(len(names))} the model that config.json describes: {shown}; use the config.json that was "
+            "exported with the weights (ignore_mismatched_sizes=True loads them all the same)"
         )
 
 

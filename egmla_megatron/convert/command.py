@@ -58,7 +58,7 @@ def convert_to_hf(src: str | Path, dst: str | Path, export: Export) -> Compariso
     model = from_dict(manifest.config, str(path)).model
     weights = StoredWeights(path)
     dtype = DTYPES[export.dtype] or weights.dtype
-    tokenizer = manifest.config["data"]["tokenizer"] if export.tokenizer is None else export.tokenizer
+    tokenizer = _tokenizer_of_run(manifest) if export.tokenizer is None else export.tokenizer
     rows = _vocabulary(export.vocab_size, tokenizer)
     folder = export_hf(
         weights,
@@ -75,6 +75,15 @@ def convert_to_hf(src: str | Path, dst: str | Path, export: Export) -> Compariso
     if not export.verify:
         return None
     return verify_export(path, folder, replace(model, vocab_size=rows or model.vocab_size), dtype)
+
+
+def _tokenizer_of_run(manifest: Manifest) -> str:
+    source: str = manifest.config["data"]["tokenizer"]
+    if source and not Path(source).exists():
+        raise UserError(
+            f"tokenizer: the run's data.tokenizer {source} is not there; give --tokenizer PATH, or --no-tokenizer"
+        )
+    return source
 
 
 def _vocabulary(wanted: str, tokenizer: str) -> int | None:

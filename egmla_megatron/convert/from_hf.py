@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from egmla_megatron.checkpoint.failures import SAVE_ERRORS, raise_unless_disk
-from egmla_megatron.checkpoint.manifest import FORMAT, Manifest, is_complete, seal
+from egmla_megatron.checkpoint.manifest import FORMAT, Manifest, is_complete, read_manifest, seal
 from egmla_megatron.checkpoint.write_weights import Piece, write_weights
 from egmla_megatron.config.load import architecture, to_dict
 from egmla_megatron.config.schema import DataConfig, ModelConfig, RunConfig, RunSection, TrainConfig
@@ -72,8 +72,9 @@ def import_hf(
 def _refuse_target(target: Path) -> None:
     if target.exists() and not target.is_dir():
         raise UserError(f"{target}: is a file, expected a folder to create; choose another name")
-    if target.is_dir() and any(target.iterdir()) and not is_complete(target):
-        raise UserError(f"{target}: exists and is no checkpoint; choose an empty or new folder")
+    converted = is_complete(target) and read_manifest(target).weights_only
+    if target.is_dir() and any(target.iterdir()) and not converted:
+        raise UserError(f"{target}: exists and was not made by from-hf; choose an empty or new folder")
     refuse_unwritable("DST", target.parent)
 
 

@@ -40,7 +40,8 @@ def new_folder(target: Path) -> Iterator[Path]:
 
     SIGTERM counts as an error. An older `target` steps aside at the end and is deleted last.
     """
-    beside = target.absolute().with_name(f".{target.name}.partial-{os.getpid()}")
+    target = target.resolve()  # a link stays, what it leads to is replaced
+    beside = target.with_name(f".{target.name}.partial-{os.getpid()}")
     older = beside.with_name(f".{target.name}.older-{os.getpid()}")
     in_main_thread = threading.current_thread() is threading.main_thread()  # elsewhere Python sets no handlers
     before = signal.signal(signal.SIGTERM, _end) if in_main_thread else None

@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from egmla_megatron.attention.reference import ReferenceModel
-from egmla_megatron.checkpoint.manifest import is_complete, read_manifest
+from egmla_megatron.checkpoint.manifest import is_complete, read_manifest, seal
 from egmla_megatron.checkpoint.stored import StoredWeights
 from egmla_megatron.config.schema import ModelConfig
 from egmla_megatron.convert import from_hf
@@ -141,8 +141,13 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_mistakes_leave_nothing_behind(exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").touch()
-    with pytest.raises(UserError, match="exists and is no checkpoint"):
+    with pytest.raises(UserError, match="exists and was not made by from-hf"):
         import_hf(exported, tmp_path / "mine")
+    trained = import_hf(exported, tmp_path / "trained")
+    seal(trained, replace(read_manifest(trained), weights_only=False, files={}))
+    with pytest.raises(UserError, match="exists and was not made by from-hf"):
+        import_hf(exported, trained)
+    shutil.rmtree(trained)
     with pytest.raises(UserError, match="step: got -1"):
         import_hf(exported, tmp_path / "new", step=-1)
     with pytest.raises(UserError, match="vocab-size: got 0"):

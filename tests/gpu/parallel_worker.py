@@ -2,7 +2,7 @@
 
 parallel_worker.py FOLDER te|cudnn|efficient|flash|math steps|gradients
 
-steps: the same six steps under several layouts; gradients: those of one step under tensor parallelism, tensor by tensor.
+steps: the same six steps under several layouts; gradients: those of one step under tensor parallelism, by tensor.
 """
 
 from __future__ import annotations

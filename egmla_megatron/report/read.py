@@ -78,9 +78,11 @@ def read_run(run_dir: str | Path) -> RunMetrics:
 
 def evaluation_at(run_dir: str | Path, step: int) -> Record | None:
     """The newest evaluation of a run at or before `step`; None when there is none, or no metrics.jsonl."""
-    if not (Path(run_dir) / "metrics.jsonl").is_file():
+    try:
+        metrics = read_run(run_dir)
+    except UserError:  # no metrics, or none yet
         return None
-    evals = [record for record in read_run(run_dir).evals if record["step"] <= step]
+    evals = [record for record in metrics.evals if record["step"] <= step]
     return evals[-1] if evals else None
 
 

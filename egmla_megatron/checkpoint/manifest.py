@@ -141,6 +141,11 @@ def find_checkpoint(where: Path) -> Path:
             return found[-1]
     if not where.exists():
         raise UserError(f"checkpoint: {where} does not exist; give a run folder or a checkpoints/step_* folder")
+    if (where / "config.json").is_file():
+        raise UserError(
+            f"checkpoint: {where} is a Hugging Face folder; make a checkpoint of it with tools/convert_checkpoint.py "
+            "from-hf, and give that"
+        )
     raise UserError(
         f"checkpoint: {where} holds no complete checkpoint (marker {MARKER} and file sizes as manifest.json says); "
         "give a run folder or a checkpoints/step_* folder"

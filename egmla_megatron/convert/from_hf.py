@@ -24,7 +24,7 @@ from egmla_megatron.errors import UserError
 from egmla_megatron.folders import refuse_name, refuse_unwritable
 from egmla_megatron.model.names import stored_name
 
-__all__ = ["import_hf"]
+__all__ = ["import_hf", "pieces_of"]
 
 _LAYER = "decoder.layers."
 
@@ -58,7 +58,7 @@ def import_hf(
     tensors = _Resized(weights, resized.vocab_size)
     with new_folder(target) as folder:
         try:
-            write_weights(_pieces(tensors, resized, layout), folder, dtype)
+            write_weights(pieces_of(tensors, resized, layout), folder, dtype)
         except SAVE_ERRORS as error:
             raise_unless_disk(error)
             reason = (str(error).strip() or type(error).__name__).splitlines()[-1]  # above it stands a traceback
@@ -102,7 +102,7 @@ class _Resized(Mapping[str, Tensor]):
         return len(self.tensors)
 
 
-def _pieces(tensors: Mapping[str, Tensor], model: ModelConfig, layout: Layout) -> Iterable[Piece]:
+def pieces_of(tensors: Mapping[str, Tensor], model: ModelConfig, layout: Layout) -> Iterable[Piece]:
     """What is written, in megatron-core's names: of a stack of layers one layer at a time."""
     with torch.device("meta"):
         shapes = {name: torch.empty(shape) for name, shape in hf_shapes(model, layout).items()}

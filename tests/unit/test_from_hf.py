@@ -148,6 +148,8 @@ def test_mistakes_leave_nothing_behind(exported: Path, tmp_path: Path, monkeypat
     with pytest.raises(UserError, match="exists and was not made by from-hf"):
         import_hf(exported, trained)
     shutil.rmtree(trained)
+    with pytest.raises(UserError, match=r"is a Hugging Face folder; make a checkpoint of it"):
+        convert_to_hf(exported, tmp_path / "new", Export())
     with pytest.raises(UserError, match="step: got -1"):
         import_hf(exported, tmp_path / "new", step=-1)
     with pytest.raises(UserError, match="vocab-size: got 0"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import gc
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -52,7 +52,7 @@ def narrowed(piece: Piece, axis: int, first: int, size: int) -> Any:
 
 
 def write_in_quarters(folder: Path, hf: dict[str, Tensor], model: ModelConfig) -> StoredWeights:
-    pieces = from_hf._pieces(hf, model, layout_for(model))
+    pieces = from_hf.pieces_of(hf, model, layout_for(model))
     write_weights((part for piece in pieces for part in quarters(piece)), folder, torch.float32)
     return StoredWeights(folder)
 
@@ -69,7 +69,6 @@ def test_any_cut_reads_the_same(tmp_path: Path) -> None:
     assert torch.equal(weight[3:25, 7], weight[:][3:25, 7])
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
 def test_memory_is_that_of_a_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = replace(BASE, vocab_size=8192, num_layers=16, kv_emb_dim=256)  # tables of 128 MiB, of 8 MiB a layer
     hf = {name: torch.zeros(shape) for name, shape in hf_shapes(model).items()}
@@ -78,12 +77,13 @@ def test_memory_is_that_of_a_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     peaks = []
 
     def watched(tensors: Iterable[tuple[str, Tensor]], *rest: Any) -> None:
-        before = anonymous_bytes()
+        before = held_bytes()
 
         def each() -> Iterator[tuple[str, Tensor]]:
-            for named in tensors:
-                peaks.append(anonymous_bytes() - before)
-                yield named
+            for name, tensor in tensors:
+                if name.endswith("gate_embed.weight"):
+                    peaks.append(held_bytes() - before)
+                yield name, tensor
 
         write(each(), *rest)
 
@@ -91,15 +91,13 @@ def test_memory_is_that_of_a_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(to_hf, "write_shards", watched)
     folder = export_hf(stored, model, tmp_path / "hf", max_shard_bytes=16 * MIB)
     assert len(list(folder.glob("*.safetensors"))) > 8
-    assert 8 * MIB < max(peaks) < 64 * MIB  # a shard, the tensor that did not fit, and room; not 128 MiB
+    assert min(peaks) >= 8 * MIB and 16 * MIB <= max(peaks) < 40 * MIB  # a shard and what did not fit; not 128 MiB
 
 
-def anonymous_bytes() -> int:
-    """Memory of this process that no file backs."""
-    status = Path("/proc/self/status").read_text()
-    found = re.search(r"RssAnon:\s+(\d+) kB", status)
-    assert found is not None
-    return int(found.group(1)) * 1024
+def held_bytes() -> int:
+    """Memory of all tensors of this process."""
+    storages = (item.untyped_storage() for item in gc.get_objects() if type(item) is Tensor)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def test_the_1b2_model_by_names_shapes_and_index(tmp_path: Path) -> None:
@@ -115,7 +113,7 @@ def test_the_1b2_model_by_names_shapes_and_index(tmp_path: Path) -> None:
     assert tuple(mcore["gate_table.weight"].shape) == (50304, 24, 512)
     assert {row.mcore for row in table(model)} == mcore.keys()
     assert {name: tuple(part.shape) for name, part in to_hf_tensors(mcore, model)} == shapes
-    pieces = list(from_hf._pieces(hf, model, layout_for(model)))
+    pieces = list(from_hf.pieces_of(hf, model, layout_for(model)))
     assert max(torch.Size(piece.shape).numel() for piece in pieces) == 50304 * 2048  # the embedding, never the tables
     for piece in pieces:  # every stored tensor is covered exactly once
         assert len(piece.start) == len(piece.whole) == len(piece.shape)

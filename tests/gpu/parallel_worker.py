@@ -47,8 +47,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "overlap_grad_reduce": True,
         "overlap_param_gather": True,
     },
-    "tp2_sp_gate2_graph": {"tensor": 2, "sequence": True, "gate_group": 2, "cuda_graph": True},
-    "cp2_graph": {"context": 2, "cuda_graph": True},
     "cp2": {"context": 2},
     "cp2_gate2": {"context": 2, "gate_group": 2},
     "pp2_vpp2": {"pipeline": 2, "virtual_pipeline": 2},

@@ -75,6 +75,9 @@ def test_vocabulary_is_padded_and_cut(tmp_path: Path) -> None:
     mean = weights["embedding.word_embeddings.weight"].mean(0).bfloat16()
     assert torch.equal(embedding[61:], mean.expand(3, -1))
     assert torch.equal(table[:, 1], stored["gate_table.weight"][:][:, 1])
+    fewer = StoredWeights(import_hf(folder, tmp_path / "fewer", vocab_size=50))
+    for name in ("embedding.word_embeddings.weight", "gate_table.weight"):
+        assert torch.equal(fewer[name][:], weights[name][:50]), name
     convert_to_hf(tmp_path / "padded", tmp_path / "cut", Export(vocab_size="61", dtype="fp32"))
     cut, _, model = open_export(tmp_path / "cut")
     assert model.vocab_size == 61

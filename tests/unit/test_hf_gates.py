@@ -58,6 +58,7 @@ def test_what_cannot_be_done_afterwards(tmp_path: Path) -> None:
     for action, message in (
         (exported.precompute_gates, "called before"),
         (lambda: exported.save_pretrained(tmp_path), "cannot be saved"),
+        (lambda: exported.resize_token_embeddings(64), "cannot be resized"),
         (lambda: exported.train()(ids_of(1, 2)), "cannot be trained"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -14,7 +14,7 @@ from egmla_megatron.convert.hf.configuration_egmla import EgmlaConfig
 from egmla_megatron.convert.hf.modeling_egmla import CACHE, EgmlaCache
 from egmla_megatron.convert.hf_config import egmla_config, hf_config
 from egmla_megatron.convert.layouts import LAYOUTS
-from tests.hf_models import BASE, build, generate, ids_of, one_thread
+from tests.hf_models import BASE, VARIANTS, build, generate, ids_of, one_thread
 
 __all__ = ["one_thread"]  # a fixture, used by every test of the file
 
@@ -84,6 +84,21 @@ def test_logits_of_some_positions_and_plain_tuples() -> None:
     for model in (exported, exported.model):
         assert type(model(ids, return_dict=False)) is tuple
     assert torch.equal(exported(ids, return_dict=False)[0], logits)
+
+
+@pytest.mark.parametrize("name", ["mul", "mla", "q_lora_untied"])
+def test_another_vocabulary_takes_the_gating_tables_along(name: str, tmp_path: Path) -> None:
+    _, exported = build(VARIANTS[name])
+    ids = ids_of(2, 8)
+    logits = exported(ids).logits
+    for rows in (70, 64, 61):
+        exported.resize_token_embeddings(rows)
+        assert exported.config.vocab_size == rows
+        torch.testing.assert_close(exported(ids).logits[..., :61], logits[..., :61])
+        assert exported(torch.tensor([[rows - 1]])).logits.shape == (1, 1, rows)
+        exported.save_pretrained(tmp_path / str(rows))  # the shapes are those of the configuration
+        again = type(exported).from_pretrained(tmp_path / str(rows)).eval()
+        torch.testing.assert_close(again(ids).logits, exported(ids).logits)
 
 
 # what transformers 4.56 and every release since have under these names; anything else would bind exports to a release

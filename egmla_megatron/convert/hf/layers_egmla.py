@@ -90,6 +90,17 @@ class EgmlaAttention(nn.Module):
         q_BHSN, q_BHSR = q_BHSP.split([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
         return torch.cat((q_BHSN, rotate_pairs(q_BHSR, angles_BSr)), dim=-1)
 
+    @torch.no_grad()
+    def resize_gate_table(self, rows):
+        """Cuts the gating table to `rows` token ids or adds some, which get the mean of the others."""
+        if self.config.gate == "none":
+            return
+        old = self.gate_embed.weight
+        mean = old.mean(dim=0, keepdim=True, dtype=torch.float32).to(old.dtype)
+        added = mean.expand(max(0, rows - old.shape[0]), -1)
+        self.gate_embed.weight = nn.Parameter(torch.cat((old[:rows], added)), requires_grad=old.requires_grad)
+        self.gate_embed.num_embeddings = rows
+
     def precompute_gates(self, on_host):
         """Puts finished gates in the place of table and projection; returns them."""
         self.finished_gates = EgmlaFinishedGates(self.gate_embed, self.gate_proj, on_host)

@@ -69,6 +69,15 @@ class EgmlaPreTrainedModel(PreTrainedModel):
             raise ValueError("precomputed gates cannot be saved as weights; save the model before precompute_gates")
         return super().save_pretrained(*args, **kwargs)
 
+    def resize_token_embeddings(self, *args, **kwargs):
+        """As the library's, and the gating tables with it: they have a row for every token id, too."""
+        if self.base_model.precomputed:
+            raise ValueError("precomputed gates cannot be resized; resize the model before precompute_gates")
+        embedding = super().resize_token_embeddings(*args, **kwargs)
+        for layer in self.base_model.layers:
+            layer.self_attn.resize_gate_table(embedding.weight.shape[0])
+        return embedding
+
     def precompute_gates(self, on_host=False):
         """EG-MLA-A: computes every layer's gates for the whole vocabulary once and drops tables and projections.
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from egmla_megatron.config.schema import ModelConfig
-from egmla_megatron.convert.hf_config import require_keys
+from egmla_megatron.convert.hf_config import model_fields, require_keys
 from egmla_megatron.errors import UserError
 
 __all__ = ["deepseek_v3_config", "model_config_from_deepseek_v3", "refuse_as_deepseek_v3"]
@@ -72,24 +72,36 @@ def deepseek_v3_config(model: ModelConfig) -> dict[str, Any]:
 def model_config_from_deepseek_v3(config: Mapping[str, Any]) -> ModelConfig:
     """The MLA model that a config.json describes; UserError where the class is another model than ours."""
     require_keys(config, [*_KEYS, "first_k_dense_replace"])
-    rope = config.get("rope_parameters") or {"rope_type": "default", "rope_theta": config.get("rope_theta", 10000.0)}
-    if rope.get("rope_type", "default") != "default":
-        raise UserError(f"config.json: rope_parameters: got {rope}, allowed rope_type default")
+    config = {"q_lora_rank": None, **config, "rope_theta": _rope_theta(config)}
+    keys = {**_KEYS, "q_lora_rank": "q_lora_rank", "rope_theta": "rope_theta"}
+    found = model_fields(config, keys, nulls={"q_lora_rank": 0})
     for key, value in _FIXED.items():
         if (config.get(key) if key == "rope_scaling" else config.get(key, value)) != value:
             raise UserError(f"config.json: {key}: got {config[key]!r}, allowed {value!r}; this project has no other")
-    dense, layers = config["first_k_dense_replace"], config["num_hidden_layers"]
-    if dense < layers:
+    dense, layers = config["first_k_dense_replace"], found["num_layers"]
+    if not isinstance(dense, int) or dense < layers:
         raise UserError(
             f"config.json: first_k_dense_replace: got {dense} of {layers} layers, allowed all: no experts here"
         )
-    found: dict[str, Any] = {field: config[key] for key, field in _KEYS.items()}
-    model = ModelConfig(
-        gate="none",
-        kv_emb_dim=0,
-        q_lora_rank=config.get("q_lora_rank") or 0,
-        rope_theta=float(rope["rope_theta"]),
-        **found,
-    )
+    heads = found["num_attention_heads"]
+    if config.get("num_key_value_heads") not in (None, heads):
+        got = config["num_key_value_heads"]
+        raise UserError(f"config.json: num_key_value_heads: got {got!r}, allowed {heads}, num_attention_heads")
+    model = ModelConfig(gate="none", kv_emb_dim=0, **found)
     refuse_as_deepseek_v3(model)
     return model
+
+
+def _rope_theta(config: Mapping[str, Any]) -> Any:
+    """Releases write the base beside everything else or among rope_parameters; exports have it in both places."""
+    rope = config.get("rope_parameters")
+    if rope is None:
+        return config.get("rope_theta", 10000.0)
+    if not isinstance(rope, Mapping) or rope.get("rope_type", "default") != "default" or "rope_theta" not in rope:
+        raise UserError(f"config.json: rope_parameters: got {rope!r}, allowed rope_type default with a rope_theta")
+    if config.get("rope_theta", rope["rope_theta"]) != rope["rope_theta"]:
+        raise UserError(
+            f"config.json: rope_theta: got {config['rope_theta']!r} beside {rope['rope_theta']!r} in rope_parameters; "
+            "give both the value of the training"
+        )
+    return rope["rope_theta"]

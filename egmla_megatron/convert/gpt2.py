@@ -15,7 +15,7 @@ from torch import Tensor
 
 from egmla_megatron.attention.reference import MHA_NORM_EPS
 from egmla_megatron.config.schema import ModelConfig
-from egmla_megatron.convert.hf_config import require_keys
+from egmla_megatron.convert.hf_config import model_fields
 from egmla_megatron.convert.names import WHOLE, Indexable, Row, Split, cut_qkv, join_qkv
 from egmla_megatron.errors import UserError
 
@@ -106,14 +106,13 @@ def model_config_from_gpt2(config: Mapping[str, Any]) -> ModelConfig:
     config = {"tie_word_embeddings": True, "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False} | {
         **config
     }
-    require_keys(config, _KEYS)
+    found = model_fields(config, _KEYS, nulls={"n_inner": 0})
     for key, value in _FIXED.items():
         if config.get(key) != value:
             raise UserError(
                 f"config.json: {key}: got {config.get(key)!r}, allowed {value!r}: the MHA model of this project has no "
                 "other; convert a model that was trained with it"
             )
-    found: dict[str, Any] = {field: config[key] for key, field in _KEYS.items()}
     found["intermediate_size"] = found["intermediate_size"] or 4 * found["hidden_size"]
-    heads = found["num_attention_heads"]
+    heads = max(1, found["num_attention_heads"])  # none are refused with every other impossible size
     return ModelConfig(attention="mha", gate="none", kv_emb_dim=0, v_head_dim=found["hidden_size"] // heads, **found)

@@ -8,10 +8,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from egmla_megatron.config.load import from_dict
 from egmla_megatron.config.schema import ModelConfig
 from egmla_megatron.errors import UserError
 
-__all__ = ["AUTO_MAP", "EXPORTED_BY", "egmla_config", "hf_config", "model_config_from_hf", "require_keys"]
+__all__ = [
+    "AUTO_MAP",
+    "EXPORTED_BY",
+    "egmla_config",
+    "hf_config",
+    "model_config_from_hf",
+    "model_fields",
+    "require_keys",
+]
 
 AUTO_MAP = {
     "AutoConfig": "configuration_egmla.EgmlaConfig",
@@ -72,9 +81,23 @@ def require_keys(config: Mapping[str, Any], keys: Iterable[str]) -> None:
         raise UserError(f"config.json: missing {', '.join(missing)}; export the model again")
 
 
+def model_fields(
+    config: Mapping[str, Any], keys: Mapping[str, str], nulls: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Fields of ModelConfig from a config.json; keys that are missing or of another type are named.
+
+    keys: config.json key -> field. nulls: what a null stands for, of keys that may be null.
+    """
+    require_keys(config, keys)
+    nulls = nulls or {}
+    found = {field: nulls.get(key) if config[key] is None else config[key] for key, field in keys.items()}
+    model = from_dict({"model": found}, "config.json").model
+    return {field: getattr(model, field) for field in found}
+
+
 def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """The architecture that a config.json describes; missing keys are named."""
     config = {"tie_word_embeddings": True, **config}  # older releases leave out what every configuration defaults to
-    require_keys(config, _KEYS)
-    found = {field: config[key] for key, field in _KEYS.items()}
-    return ModelConfig(**{**found, "q_lora_rank": found["q_lora_rank"] or 0})
+    if config.get("rope_scaling") is not None:
+        raise UserError(f"config.json: rope_scaling: got {config['rope_scaling']!r}, allowed none; remove it")
+    return ModelConfig(**model_fields(config, _KEYS, nulls={"q_lora_rank": 0}))

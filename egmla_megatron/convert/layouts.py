@@ -14,6 +14,7 @@ import torch
 from egmla_megatron.attention.reference import ReferenceModel
 from egmla_megatron.config.check_model import check_model
 from egmla_megatron.config.load import from_dict
+from egmla_megatron.config.ranges import check_ranges
 from egmla_megatron.config.schema import ModelConfig
 from egmla_megatron.convert.deepseek_v3 import (
     deepseek_v3_config,
@@ -98,7 +99,7 @@ def read_hf_config(hf_dir: str | Path) -> dict[str, Any]:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not valid JSON ({error}); export the model again") from error
     kind = config.get("model_type") if isinstance(config, dict) else None
-    if kind not in LAYOUTS:
+    if not isinstance(kind, str) or kind not in LAYOUTS:
         raise UserError(f"{path}: model_type: got {kind!r}, allowed {', '.join(LAYOUTS)}; give an exported folder")
     return config
 
@@ -120,7 +121,8 @@ def layout_of_folder(config: Mapping[str, Any]) -> tuple[Layout, ModelConfig]:
     """
     layout = LAYOUTS[config["model_type"]]
     fields = dataclasses.asdict(layout.model_config(config))
-    model = from_dict({"model": fields}, "config.json").model  # types are looked at, too
-    check_model(model)
-    layout.refuse(model)
-    return layout, model
+    checked = from_dict({"model": fields}, "config.json")  # types are looked at, too
+    check_ranges(checked)
+    check_model(checked.model)
+    layout.refuse(checked.model)
+    return layout, checked.model

@@ -25,6 +25,8 @@ from egmla_megatron.config.schema import ModelConfig
 from egmla_megatron.convert import from_hf
 from egmla_megatron.convert.command import Export, convert_to_hf, shard_bytes
 from egmla_megatron.convert.from_hf import import_hf
+from egmla_megatron.convert.hf_config import hf_config
+from egmla_megatron.convert.layouts import LAYOUTS, layout_of_folder
 from egmla_megatron.convert.names import from_hf_tensors
 from egmla_megatron.convert.new_folder import new_folder
 from egmla_megatron.convert.open_export import open_export
@@ -119,6 +121,7 @@ def other_index(folder: Path) -> None:
         (changed(vocab_size=60), r"embed_tokens\.weight has shape \(61, 24\), config\.json says \(60, 24\)"),
         (changed(kv_lora_rank="nine"), "model.kv_lora_rank"),
         (changed(num_attention_heads=0), "model.num_attention_heads"),
+        (changed(model_type=["egmla"]), r"model_type: got \['egmla'\], allowed egmla"),
         (changed(model_type="llama"), "model_type: got 'llama', allowed egmla"),
         (lambda folder: (folder / "config.json").write_text("{"), "not valid JSON"),
         (without("config.json"), "got no config.json"),
@@ -139,6 +142,32 @@ def test_folders_that_do_not_fit(change: Callable[[Path], Any], message: str, ex
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export_hf(weights_of(BASE), BASE, tmp_path_factory.mktemp("e") / "hf", max_shard_bytes=5000)
+
+
+@pytest.mark.parametrize(
+    ("layout", "key", "value", "message"),
+    [
+        ("egmla", "vocab_size", 10**30, "model.vocab_size: got 10+; allowed: at most"),
+        ("egmla", "initializer_range", -1, "model.init_std: got -1"),
+        ("egmla", "rope_scaling", {"type": "linear", "factor": 2.0}, "rope_scaling: got"),
+        ("gpt2", "n_head", 0, "model.num_attention_heads: got 0"),
+        ("gpt2", "n_embd", None, "model.hidden_size: got None"),
+        ("gpt2", "attn_pdrop", 1.5, "model.attention_dropout: got 1.5"),
+        ("deepseek_v3", "num_hidden_layers", "two", "model.num_layers: got 'two'"),
+        ("deepseek_v3", "first_k_dense_replace", None, "first_k_dense_replace: got None"),
+        ("deepseek_v3", "num_key_value_heads", 1, "num_key_value_heads: got 1, allowed 3"),
+        ("deepseek_v3", "rms_norm_eps", None, "model.rms_norm_eps: got None"),
+        ("deepseek_v3", "rope_theta", 5e5, "rope_theta: got 500000.0 beside 10000.0"),
+        ("deepseek_v3", "rope_parameters", "x", "rope_parameters: got 'x'"),
+        ("deepseek_v3", "rope_parameters", {}, r"rope_parameters: got \{\}"),
+    ],
+)
+def test_configurations_changed_by_hand(layout: str, key: str, value: Any, message: str) -> None:
+    name = {"egmla": "mul", "gpt2": "mha", "deepseek_v3": "mla"}[layout]
+    config = hf_config(LAYOUTS[layout].config(MODELS[name]), dtype="float32", token_ids={})
+    assert layout_of_folder(json.loads(json.dumps(config)))[1].num_layers == BASE.num_layers
+    with pytest.raises(UserError, match=message):
+        layout_of_folder({**config, key: value})
 
 
 def test_mistakes_leave_nothing_behind(exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

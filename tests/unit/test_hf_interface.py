@@ -20,7 +20,14 @@ __all__ = ["one_thread"]  # a fixture, used by every test of the file
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("gate", "relu"), ("kv_group_size", 2), ("kv_emb_dim", 0), ("qk_rope_head_dim", 3)]
+    ("key", "value"),
+    [
+        ("gate", "relu"),
+        ("kv_group_size", 2),
+        ("kv_emb_dim", 0),
+        ("qk_rope_head_dim", 3),
+        ("rope_scaling", {"factor": 2}),
+    ],
 )
 def test_impossible_configurations_are_named(key: str, value: Any) -> None:
     config = {**hf_config(egmla_config(BASE), dtype="float32", token_ids={}), key: value}

@@ -49,10 +49,12 @@ class EgmlaConfig(PretrainedConfig):
         for name, value in own.items():
             setattr(self, name, value)
         self.q_lora_rank = q_lora_rank or 0
-        self._check()
+        self._check(kwargs.get("rope_scaling"))
         super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
 
-    def _check(self) -> None:
+    def _check(self, rope_scaling) -> None:
+        if rope_scaling is not None:
+            raise ValueError(f"config.json: rope_scaling: got {rope_scaling!r}, this model code knows none; remove it")
         if self.gate not in GATES:
             raise ValueError(f"config.json: gate: got {self.gate!r}, allowed {', '.join(GATES)}")
         if (self.gate == "none") != (self.kv_emb_dim == 0):

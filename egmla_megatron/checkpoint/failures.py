@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint import CheckpointException
 
+from egmla_megatron.errors import UserError
+
 __all__ = ["SAVE_ERRORS", "raise_unless_disk"]
 
 SAVE_ERRORS: tuple[type[BaseException], ...] = (OSError, CheckpointException, CheckpointingException, RuntimeError)
@@ -24,12 +26,12 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def raise_unless_disk(error: BaseException) -> None:
-    """Raise what has nothing to do with the disk: memory, a lost rank, a fault of ours. Returns for the rest.
+    """Raise what has nothing to do with the disk: memory, a lost rank, our fault or the user's. Returns for the rest.
 
     RuntimeError is what nearly everything in torch raises, memory and lost ranks included.
     """
     for cause in _causes(error):
-        if isinstance(cause, AssertionError):
+        if isinstance(cause, AssertionError | UserError):
             raise cause
         if isinstance(cause, RuntimeError) and not any(word in str(cause) for word in OF_THE_DISK):
             raise cause

@@ -145,7 +145,13 @@ class StoredWeights(Mapping[str, Any]):
     """The weights of a checkpoint folder by megatron-core name with the layer's number in it; read when indexed."""
 
     def __init__(self, folder: Path):
-        metadata = dcp.FileSystemReader(str(folder)).read_metadata()
+        try:
+            metadata = dcp.FileSystemReader(str(folder)).read_metadata()
+        except (OSError, EOFError, ValueError, LookupError, AttributeError, pickle.UnpicklingError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(
+                f"checkpoint: {folder}/.metadata cannot be read ({reason}); use another step_* folder"
+            ) from error
         places = {MetadataIndex(index.fqn, index.offset): place for index, place in metadata.storage_data.items()}
         self.tensors: dict[str, StoredTensor | _Layer] = {}
         for key, entry in metadata.state_dict_metadata.items():

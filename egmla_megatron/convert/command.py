@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,10 +42,10 @@ def shard_bytes(text: str) -> int:
     """Bytes of `--max-shard-size`: a number of MiB, or a number with a unit (5GB, 500MiB)."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     unit = _UNITS.get(match.group(2).upper()) if match else None
-    size = int(float(match.group(1)) * unit) if match and unit else 0
-    if size < 1:
+    size = float(match.group(1)) * unit if match and unit else 0.0
+    if not 1 <= size < math.inf:
         raise UserError(f"max-shard-size: got {text!r}, allowed MiB or a size such as 500MB, 5GB, 4GiB")
-    return size
+    return int(size)
 
 
 def convert_to_hf(src: str | Path, dst: str | Path, export: Export) -> Comparison | None:

@@ -19,7 +19,7 @@ from egmla_megatron.convert.layouts import Layout, hf_shapes
 from egmla_megatron.convert.names import LAYER_COLUMNS, Row
 from egmla_megatron.convert.new_folder import new_folder, require_disk
 from egmla_megatron.convert.open_export import open_export
-from egmla_megatron.convert.to_hf import has_vocab_rows
+from egmla_megatron.convert.to_hf import has_vocab_rows, in_dtype
 from egmla_megatron.errors import UserError
 from egmla_megatron.folders import refuse_name, refuse_unwritable
 from egmla_megatron.model.names import stored_name
@@ -55,7 +55,7 @@ def import_hf(
     dtype = dtype or weights.dtype
     elements = sum(torch.Size(shape).numel() for shape in hf_shapes(resized, layout).values())
     require_disk(target, elements * dtype.itemsize)
-    tensors = _Resized(weights, resized.vocab_size)
+    tensors = _Resized(weights, resized.vocab_size, dtype)
     with new_folder(target) as folder:
         try:
             write_weights(pieces_of(tensors, resized, layout), folder, dtype)
@@ -79,12 +79,15 @@ def _refuse_target(target: Path) -> None:
 
 
 class _Resized(Mapping[str, Tensor]):
-    """Tensors of which those with a row for every token have `rows` rows."""
+    """Tensors in `dtype` of which those with a row for every token have `rows` rows."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], rows: int):
-        self.tensors, self.rows = tensors, rows
+    def __init__(self, tensors: Mapping[str, Tensor], rows: int, dtype: torch.dtype):
+        self.tensors, self.rows, self.dtype = tensors, rows, dtype
 
     def __getitem__(self, name: str) -> Tensor:
+        return in_dtype(name, self._resized(name), self.dtype)
+
+    def _resized(self, name: str) -> Tensor:
         tensor = self.tensors[name]
         missing = self.rows - tensor.shape[0]
         if not has_vocab_rows(name) or missing == 0:

@@ -22,7 +22,7 @@ from egmla_megatron.convert.shards import write_json, write_shards
 from egmla_megatron.errors import UserError
 from egmla_megatron.folders import refuse_name, refuse_unwritable
 
-__all__ = ["DEFAULT_SHARD_BYTES", "export_hf", "has_vocab_rows"]
+__all__ = ["DEFAULT_SHARD_BYTES", "export_hf", "has_vocab_rows", "in_dtype"]
 
 DEFAULT_SHARD_BYTES = 4 * 2**30
 # names of tensors with vocab_size rows end so, in every layout
@@ -111,11 +111,17 @@ def _checked(
                 f"{name}: got shape {tuple(full.shape)}, the configuration says {expected}; "
                 "give the configuration that the weights were made with"
             )
-        tensor = tensor.detach().to("cpu", dtype).contiguous()
-        if dtype == torch.float16 and not torch.isfinite(tensor).all():
-            raise UserError(f"{name}: holds values that fp16 cannot (above {torch.finfo(dtype).max:.0f}); take bf16")
+        tensor = in_dtype(name, tensor, dtype)
         whole = tensor.untyped_storage().nbytes() == tensor.nbytes
         yield name, tensor if whole else tensor.clone()
+
+
+def in_dtype(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in `dtype` on the CPU; UserError where fp16 cannot hold it."""
+    tensor = tensor.detach().to("cpu", dtype).contiguous()
+    if dtype == torch.float16 and not torch.isfinite(tensor).all():
+        raise UserError(f"{name}: holds values that fp16 cannot (above {torch.finfo(dtype).max:.0f}); take bf16")
+    return tensor
 
 
 def _write_json_files(layout: Layout, model: ModelConfig, folder: Path, dtype: torch.dtype, ids: TokenizerInfo) -> None:

@@ -147,7 +147,8 @@ def _check(prompts: Sequence[str], num_samples: int, batch_size: int, sampling: 
 
 
 def _encoded(tokenizer: Any, prompt: str) -> list[int]:
-    return tokenizer.encode(prompt, add_special_tokens=False) if prompt else [tokenizer.eos_token_id]
+    # text of which the tokenizer keeps nothing is an empty prompt, too
+    return tokenizer.encode(prompt, add_special_tokens=False) or [tokenizer.eos_token_id]
 
 
 def _refuse_long(model: Any, encoded: Sequence[Sequence[int]], sampling: Sampling) -> None:

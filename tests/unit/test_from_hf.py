@@ -186,8 +186,9 @@ def test_mistakes_leave_nothing_behind(exported: Path, tmp_path: Path, monkeypat
         import_hf(exported, tmp_path / "new", step=-1)
     with pytest.raises(UserError, match="vocab-size: got 0"):
         import_hf(exported, tmp_path / "new", vocab_size=0)
-    with pytest.raises(UserError, match="max-shard-size: got '5 apples'"):
-        shard_bytes("5 apples")
+    for size in ("5 apples", "0", "9" * 400, "1e3", "-1"):
+        with pytest.raises(UserError, match=f"max-shard-size: got '{size}'"):
+            shard_bytes(size)
     assert [shard_bytes(text) for text in ("2", "5GB", "1.5 KiB")] == [2**21, 5 * 10**9, 1536]
     older = import_hf(exported, tmp_path / "older")
     before = (older / "manifest.json").read_bytes()
@@ -201,6 +202,15 @@ def test_mistakes_leave_nothing_behind(exported: Path, tmp_path: Path, monkeypat
             import_hf(exported, tmp_path / name)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "older"]
     assert (older / "manifest.json").read_bytes() == before
+
+
+def test_values_that_fp16_cannot_hold_are_named_on_the_way_back_too(tmp_path: Path) -> None:
+    weights = weights_of(BASE)
+    weights["decoder.layers.1.mlp.linear_fc2.weight"][0, 0] = 1e5
+    folder = export_hf(weights, BASE, tmp_path / "hf")
+    with pytest.raises(UserError, match=r"^model\.layers\.1\.mlp\.down_proj\.weight: holds values that fp16 cannot"):
+        import_hf(folder, tmp_path / "checkpoint", dtype=torch.float16)
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
 def test_a_disk_that_fills_up_and_a_signal(exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,6 +242,12 @@ def test_a_stored_part_that_is_missing_is_named(exported: Path, tmp_path: Path) 
     file.write_bytes(bytes(file.stat().st_size))
     with pytest.raises(UserError, match="cannot be read"):
         stored["decoder.final_layernorm.weight"][:]
+    metadata = tmp_path / "checkpoint" / ".metadata"
+    whole = metadata.read_bytes()
+    for damaged in (bytes(len(whole)), whole[: len(whole) // 2]):
+        metadata.write_bytes(damaged)
+        with pytest.raises(UserError, match=r"metadata cannot be read"):
+            StoredWeights(tmp_path / "checkpoint")
     with pytest.raises(UserError, match="holds no complete checkpoint"):
         (tmp_path / "checkpoint" / "COMPLETE").unlink()
         convert_to_hf(tmp_path / "checkpoint", tmp_path / "no", Export())

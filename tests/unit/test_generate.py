@@ -58,6 +58,16 @@ def test_seeds_and_classes_of_transformers(folder: Path) -> None:
     assert usage.cache_bytes == usage.cache_tokens * 2 * MHA.num_layers * MHA.hidden_size * 4
 
 
+def test_a_prompt_of_which_nothing_is_left_is_an_empty_one() -> None:
+    class Stripping:
+        eos_token_id = 3
+
+        def encode(self, text: str, **options: Any) -> list[int]:
+            return [len(word) for word in text.split()]
+
+    assert [_encoded(Stripping(), text) for text in ("", " \n", " ab c")] == [[3], [3], [2, 1]]
+
+
 def test_prompts_of_files(tmp_path: Path) -> None:
     plain, lines = tmp_path / "p.txt", tmp_path / "p.jsonl"
     plain.write_bytes(b"one\r\n\n  two\n")

@@ -134,7 +134,7 @@ class EgmlaAttention(nn.Module):
         ids_BT = ids_BS
         if cache is not None:
             latent, rope_key = cache.update(latent, rope_key, self.cache_idx)
-            ids_BT = cache.token_ids_BT
+            ids_BT = cache.token_ids_BT.to(latent.device)  # layers may be spread over devices
         k_BHTP, v_BHTV = self.expand(latent, rope_key, ids_BT, fetch)
         dropout = config.attention_dropout if self.training else 0.0
         q_BHSP = self.query(hidden_BSD, angles_BSr)

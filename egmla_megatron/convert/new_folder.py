@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import re
 import shutil
 import signal
 import sys
@@ -34,21 +36,60 @@ def _end(number: int, frame: FrameType | None) -> None:
     sys.exit(128 + number)  # an exception, so that what was begun is cleaned up
 
 
+def _lock(folder: Path) -> int | None:
+    """An open descriptor that keeps a folder locked until it is closed, however the process ends; None: not to be had.
+
+    None also where the disk knows no locks: then nobody gets one, and leftovers stay.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _clear_leftovers(target: Path) -> None:
+    """Removes what killed conversions to `target` left beside it, and puts an older `target` back that they moved."""
+    name = re.compile(re.escape(f".{target.name}.") + r"(partial|older)-\d+")
+    left = sorted(path for path in target.parent.iterdir() if name.fullmatch(path.name))
+    if not all(_unused(path) for path in left if ".partial-" in path.name):
+        return  # another conversion to the same folder is running
+    for path in left:
+        if ".older-" in path.name and not target.exists():
+            path.rename(target)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _unused(folder: Path) -> bool:
+    descriptor = _lock(folder)
+    if descriptor is None:
+        return False
+    os.close(descriptor)
+    return True
+
+
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
     """Gives a folder to write to; it is renamed to `target` when the block ends well and deleted otherwise.
 
-    SIGTERM counts as an error. An older `target` steps aside at the end and is deleted last.
+    SIGTERM counts as an error. An older `target` steps aside at the end and is deleted last. What a killed process
+    left beside it goes when the next one begins.
     """
     target = target.resolve()  # a link stays, what it leads to is replaced
     beside = target.with_name(f".{target.name}.partial-{os.getpid()}")
     older = beside.with_name(f".{target.name}.older-{os.getpid()}")
     in_main_thread = threading.current_thread() is threading.main_thread()  # elsewhere Python sets no handlers
     before = signal.signal(signal.SIGTERM, _end) if in_main_thread else None
+    lock: int | None = None
     try:
         try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _clear_leftovers(target)
             shutil.rmtree(beside, ignore_errors=True)
-            beside.mkdir(parents=True)
+            beside.mkdir()
+            lock = _lock(beside)
             yield beside
             if target.exists():
                 target.rename(older)
@@ -60,5 +101,7 @@ def new_folder(target: Path) -> Iterator[Path]:
             older.rename(target)
         shutil.rmtree(beside, ignore_errors=True)
         shutil.rmtree(older, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
         if in_main_thread:
             signal.signal(signal.SIGTERM, before)

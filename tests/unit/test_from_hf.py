@@ -28,7 +28,7 @@ from egmla_megatron.convert.from_hf import import_hf
 from egmla_megatron.convert.hf_config import hf_config
 from egmla_megatron.convert.layouts import LAYOUTS, layout_of_folder
 from egmla_megatron.convert.names import from_hf_tensors
-from egmla_megatron.convert.new_folder import new_folder
+from egmla_megatron.convert.new_folder import _clear_leftovers, new_folder
 from egmla_megatron.convert.open_export import open_export
 from egmla_megatron.convert.to_hf import export_hf
 from egmla_megatron.errors import UserError
@@ -227,6 +227,32 @@ def test_a_disk_that_fills_up_and_a_signal(exported: Path, tmp_path: Path, monke
     assert caught.value.code == 128 + signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert not list(tmp_path.iterdir())
+
+
+def test_leftovers_of_killed_conversions_go(tmp_path: Path) -> None:
+    def make(*names: str) -> None:
+        for name in names:
+            (tmp_path / name).mkdir()
+            (tmp_path / name / name.rpartition("-")[2]).touch()
+
+    def names() -> list[str]:
+        return sorted(path.name for path in tmp_path.iterdir())
+
+    make(".new.partial-1", ".new.older-1", ".new.partial-x", ".other.partial-1")  # killed between the two renames
+    with pytest.raises(KeyboardInterrupt), new_folder(tmp_path / "new"):
+        raise KeyboardInterrupt
+    assert names() == [".new.partial-x", ".other.partial-1", "new"]
+    assert (tmp_path / "new" / "1").is_file()  # the older one is back
+    make(".new.older-2")
+    with new_folder(tmp_path / "new") as running:
+        make(".new.partial-3")
+        _clear_leftovers(tmp_path / "new")  # what a second process does: the first one is at work
+        assert running.is_dir() and (tmp_path / ".new.partial-3").is_dir()
+        (running / "file").touch()
+    assert (tmp_path / "new" / "file").is_file()
+    with new_folder(tmp_path / "new"):
+        pass
+    assert names() == [".new.partial-x", ".other.partial-1", "new"]
 
 
 def test_a_stored_part_that_is_missing_is_named(exported: Path, tmp_path: Path) -> None:

@@ -27,9 +27,9 @@ from egmla_megatron.data.gpt2 import END_OF_TEXT, find_gpt2_files, load_gpt2_fil
 from egmla_megatron.data.sentencepiece_model import parse_model
 from egmla_megatron.errors import UserError
 
-__all__ = ["TokenizerInfo", "write_tokenizer_files"]
+__all__ = ["TOKENIZER_FILES", "TokenizerInfo", "write_tokenizer_files"]
 
-_FILES = (
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -74,7 +74,7 @@ def write_tokenizer_files(source: str | Path, out_dir: Path, *, max_length: int)
 def _copy_folder(source: Path, out_dir: Path) -> TokenizerInfo:
     from transformers import AutoTokenizer
 
-    names = [name for name in _FILES if (source / name).is_file()]
+    names = [name for name in TOKENIZER_FILES if (source / name).is_file()]
     if "tokenizer_config.json" not in names:
         raise UserError(f"tokenizer: {source} has no tokenizer_config.json; give the folder of a complete tokenizer")
     for name in names:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from egmla_megatron.config.schema import ModelConfig
 from egmla_megatron.convert.hf_config import hf_config
-from egmla_megatron.convert.hf_tokenizer import TokenizerInfo, write_tokenizer_files
+from egmla_megatron.convert.hf_tokenizer import TOKENIZER_FILES, TokenizerInfo, write_tokenizer_files
 from egmla_megatron.convert.layouts import Layout, hf_shapes, is_export, layout_for
 from egmla_megatron.convert.model_card import model_card
 from egmla_megatron.convert.names import Indexable, to_hf_tensors
@@ -27,6 +28,19 @@ __all__ = ["DEFAULT_SHARD_BYTES", "export_hf", "has_vocab_rows", "in_dtype"]
 DEFAULT_SHARD_BYTES = 4 * 2**30
 # names of tensors with vocab_size rows end so, in every layout
 _VOCAB_ROWS = (".embed_tokens.weight", ".gate_embed.weight", "lm_head.weight", ".wte.weight")
+# files of an export, also of one that transformers saved again
+_OWN = re.compile(
+    "|".join(
+        [
+            r"model.*\.safetensors(\.index\.json)?",
+            r"\w+_egmla\.py",
+            r"(generation_)?config\.json",
+            r"README\.md",
+            "__pycache__",
+            *map(re.escape, TOKENIZER_FILES),
+        ]
+    )
+)
 
 
 def has_vocab_rows(name: str) -> bool:
@@ -80,6 +94,12 @@ def refuse_foreign_folder(target: Path) -> None:
         raise UserError(f"{target}: is a file, expected a folder to create; choose another name")
     if target.is_dir() and any(target.iterdir()) and not is_export(target):
         raise UserError(f"{target}: exists and is no export of this project; choose an empty or new folder")
+    foreign = sorted(path.name for path in target.iterdir() if not _OWN.fullmatch(path.name)) if target.is_dir() else []
+    if foreign:
+        raise UserError(
+            f"{target}: holds more than an export ({', '.join(foreign[:4])}), which would be deleted; choose an empty "
+            "or new folder"
+        )
     refuse_unwritable("DST", target.parent)
 
 

@@ -15,7 +15,7 @@ import torch
 from egmla_megatron.convert.to_hf import export_hf
 from egmla_megatron.data.train_tokenizer import train_sentencepiece
 from egmla_megatron.errors import UserError
-from egmla_megatron.inference.generate import Sampling, Usage, generate, load_exported
+from egmla_megatron.inference.generate import Sampling, Usage, _encoded, generate, load_exported
 from egmla_megatron.inference.prompts import read_prompts
 from egmla_megatron.inference.stream import OrderedStream
 from tests.unit.test_to_hf import MHA, MODEL, weights_of

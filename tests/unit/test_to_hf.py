@@ -139,6 +139,12 @@ def test_failure_leaves_nothing_and_keeps_the_older_export(tmp_path: Path, monke
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     export_hf(weights, MODEL, folder, dtype=torch.float16)
     assert on_disk(folder)["model.norm.weight"].dtype == torch.float16
+    (folder / "__pycache__").mkdir()
+    (folder / "trainer_state.json").touch()
+    (folder / ".git").mkdir()
+    with pytest.raises(UserError, match=r"more than an export \(\.git, trainer_state\.json\), which would be deleted"):
+        export_hf(weights, MODEL, folder)
+    assert (folder / ".git").is_dir()
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 

@@ -149,7 +149,13 @@ class Trainer:
             self._evaluate_if_due(final=self.step >= self.cfg.total_steps)
         self.saver.finish()
         rate = self.throughput.tokens_per_second()
-        event = {"step": self.step, "reason": reason, "tokens_per_second": rate, "skipped_steps": self.skipped_total}
+        event = {
+            "step": self.step,
+            "reason": reason,
+            "signal": signal,
+            "tokens_per_second": rate,
+            "skipped_steps": self.skipped_total,
+        }
         self.sinks.write("end", event)
         return 128 + signal if signal else 0
 

@@ -185,8 +185,8 @@ class Cluster:
             self._inside(HEAD, *f"ip link add {port} type veth peer name eth0 netns {pid}".split())
             self._inside(HEAD, *f"ip link set {port} master switch up".split())
             self._inside(name, *f"ip address add {self.network}.{number}/24 dev eth0".split())
-            self._inside(name, *"ip link set eth0 up".split())
-        self._inside(name, *"ip link set lo up".split())
+            self._inside(name, *["ip", "link", "set", "eth0", "up"])
+        self._inside(name, *["ip", "link", "set", "lo", "up"])
 
     def shape(self, name: str, rate: str) -> None:
         """Cap both directions of a node's link, for example at 100mbit."""

@@ -66,7 +66,7 @@ def gather_facts(cfg: RunConfig, *, token: str, limit_s: float) -> Facts:
 
 def _versions(cfg: RunConfig, facts: Facts, token: str) -> None:
     """Python, all packages, and this package's own source: checkouts and environments may lie on local disks."""
-    packages = {}
+    packages: dict[str, str] = {}
     for distribution in metadata.distributions():
         name = distribution.metadata["Name"]
         if name:

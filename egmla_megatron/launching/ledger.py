@@ -27,6 +27,7 @@ class Launch:
     ranks: int
     started_unix_s: float
     from_step: int  # of the checkpoint that it goes on from, 0: the beginning
+    log_bytes: int = 0  # size of the job's log at the start
     ended_unix_s: float = 0.0  # 0: it runs, or was cut off before it could say
     code: int = 0  # exit code
     outcome: str = ""  # done, stopped, saved, interrupted, mistake, crash or lost: see verdict.py

@@ -1,4 +1,4 @@
-"""`python -m egmla_megatron.launching.links`, on all ranks through the launcher: how fast are the links between them?
+"""`python -m egmla_megatron.launching.links` on all ranks, through the launcher: how fast are their links?
 
 The all-reduce of all ranks is the figure that training sees. A slow node slows all of it and does not show there, so
 neighbours also exchange data pair by pair: a node is slow when even its best link is.
@@ -181,7 +181,8 @@ def _report(whole: float, rates: Mapping[tuple[int, int], float], names: Sequenc
     if least and whole < float(least):
         slow = ", ".join(names[node] for node in slow_nodes(rates, len(names))) or "no node stands out"
         raise UserError(
-            f"links: got an all-reduce at {whole:.3f} GB/s, allowed at least {least} (SITE_LEAST_GB_PER_S); slow: {slow}"
+            f"links: got an all-reduce at {whole:.3f} GB/s, allowed at least {least} (SITE_LEAST_GB_PER_S); "
+            f"slow: {slow}"
         )
     return 0
 

@@ -1,4 +1,4 @@
-"""`python -m egmla_megatron.launching nodes`: one process on every node, before training; fails with the node's name."""
+"""One process on every node, before training: it fails with the node's name (`... egmla_megatron.launching nodes`)."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def check_nodes(cfg: RunConfig, nodes: Sequence[str], port: int, token: str) -> 
     code = attend(nodes[0], port, token, facts, limit_s)
     if code is None:
         raise UserError(
-            f"{me}: {nodes[0]}:{port} cannot be reached or ended early; open the ports 20000 to 31999 between the nodes, "
-            "and see what that node says"
+            f"{me}: {nodes[0]}:{port} cannot be reached or ended early; see what that node says, "
+            "and open the ports 20000 to 31999 between the nodes"
         )
     return code
 
@@ -69,8 +69,8 @@ def _as_host(cfg: RunConfig, nodes: Sequence[str], port: int, token: str, limit_
     mine = facts[nodes[0]]
     print(
         f"nodes    {len(nodes)} alike: {mine['gpus'] or 'no'} GPUs each, Python {mine['versions']['python']}, "
-        f"{len(mine['versions'])} packages; {mine['free_mib'] / 1024:.1f} GiB free, {len(mine['data'])} data sets, clocks "
-        f"within {skew * 1e3:.0f} ms; {time.monotonic() - started:.1f} s",
+        f"{len(mine['versions'])} packages; {mine['free_mib'] / 1024:.1f} GiB free, {len(mine['data'])} data sets, "
+        f"clocks within {skew * 1e3:.0f} ms; {time.monotonic() - started:.1f} s",
         flush=True,
     )
     return code

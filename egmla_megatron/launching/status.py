@@ -169,6 +169,6 @@ def _launch_line(launch: Mapping[str, Any]) -> str:
         else "open"
     )
     return (
-        f"  {_date(launch['started_unix_s'])} job {launch['job']}, restart {launch['restart']}, {launch['ranks']} ranks "
-        f"on {where}, from step {launch['from_step']}: {end}"
+        f"  {_date(launch['started_unix_s'])} job {launch['job']}, restart {launch['restart']}, "
+        f"{launch['ranks']} ranks on {where}, from step {launch['from_step']}: {end}"
     )

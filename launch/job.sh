@@ -30,7 +30,7 @@ egmla_open_job() {
         [ "${#EGMLA_NODES[@]}" -gt 0 ] || egmla_die "Slurm: scontrol names no nodes for job $SLURM_JOB_ID; is Slurm working?"
         gpus="${SLURM_GPUS_ON_NODE:-0}"
         # since 22.05 srun does not take it from the job, and a task would get one core
-        EGMLA_SRUN+=(--cpus-per-task="${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-1}}" --cpu-bind=none)
+        EGMLA_SRUN+=(--cpus-per-task="${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-1}}")
     else
         EGMLA_NODES=("$(hostname)")
         gpus="$(egmla_gpus)"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from egmla_megatron.config.check import Layout, check_config
 from egmla_megatron.config.schema import RunConfig
-from egmla_megatron.config.workable import divisors
+from egmla_megatron.config.workable import divisors, nearest
 from egmla_megatron.errors import UserError
 
 __all__ = ["Fit", "fit_to_nodes"]
@@ -39,21 +39,22 @@ def fit_to_nodes(cfg: RunConfig, nodes: int, ranks_per_node: int) -> Fit:
     found = _fit(cfg, ranks)
     if found is not None:
         return found
-    usable = [count for count in _neighbours(nodes) if _fit(cfg, count * ranks_per_node) is not None][:2]
+    usable = _neighbours(cfg, nodes, ranks_per_node)
     if not usable:
         check_config(cfg, ranks)  # says what is wrong
         raise AssertionError("a configuration that works was not found")
-    nearest = " or ".join(str(count) for count in sorted(usable))
+    allowed = " or ".join(str(count) for count in usable)
     raise UserError(
         f"number of nodes: got {nodes} with {ranks_per_node} ranks each, which the layout cannot use "
-        f"({_reason(cfg, ranks)}); allowed next to it: {nearest}; fix: sbatch --nodes={usable[0]}"
+        f"({_reason(cfg, ranks)}); allowed next to it: {allowed}; fix: sbatch --nodes={nearest(nodes, usable)}"
     )
 
 
-def _neighbours(nodes: int) -> list[int]:
-    """Other numbers of nodes, the nearest first, fewer before more; at most four times as many."""
-    others = [count for count in range(1, min(4 * nodes + 8, MOST_NODES)) if count != nodes]
-    return sorted(others, key=lambda count: (abs(count - nodes), count))
+def _neighbours(cfg: RunConfig, nodes: int, ranks_per_node: int) -> list[int]:
+    """The next smaller and the next larger number of nodes that works, up to four times as many."""
+    smaller, larger = range(nodes - 1, 0, -1), range(nodes + 1, min(4 * nodes + 8, MOST_NODES))
+    found = [next((n for n in some if _fit(cfg, n * ranks_per_node) is not None), None) for some in (smaller, larger)]
+    return [count for count in found if count is not None]
 
 
 def _reason(cfg: RunConfig, ranks: int) -> str:
@@ -108,7 +109,9 @@ def _notes(before: RunConfig, after: RunConfig, layout: Layout) -> tuple[str, ..
             f"{after.train.global_batch_size} sequences, {layout.num_microbatches} x {micro} on each of {layout.dp} "
             "replicas"
         )
-    if group != before.parallel.gate_group:
+    if group != before.parallel.gate_group and not after.model.gated:
+        notes.append(f"parallel.gate_group {before.parallel.gate_group} -> 1: this model has no gating tables")
+    elif group != before.parallel.gate_group:
         stage = layout.world_size // layout.pp
         notes.append(
             f"parallel.gate_group {before.parallel.gate_group} -> {group}: the largest below it that divides the "

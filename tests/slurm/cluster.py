@@ -214,6 +214,11 @@ class Cluster:
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
 
+    def run_on(self, node: str, *command: str) -> subprocess.CompletedProcess[str]:
+        """Run a command inside a node, among its processes and mounts."""
+        inside = self.command(*command, on=node)
+        return subprocess.run(inside, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+
     def attempt(
         self, *command: str, cwd: Path | None = None, env: dict[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:

@@ -117,7 +117,8 @@ egmla_catch() {
     egmla_signal="$1"
     case "$1" in
         2) scancel --signal=INT "$SLURM_JOB_ID" 2>/dev/null || true ;; # srun takes it for a question
-        *) [ -z "$egmla_child" ] || kill -s "$1" "$egmla_child" 2>/dev/null || true ;;
+        # srun passes USR1 on; at SIGTERM it would kill the ranks after KillWait, whether they have saved or not
+        *) [ -z "$egmla_child" ] || kill -s USR1 "$egmla_child" 2>/dev/null || true ;;
     esac
 }
 

@@ -48,7 +48,8 @@ egmla_train_under_slurm() {
     trap 'egmla_catch 15' TERM
     trap 'egmla_catch 2' INT
     egmla_find_port
-    EGMLA_FACTS+=(--port "$EGMLA_PORT" --log "$(egmla_job_field StdErr)")
+    EGMLA_LOG="$(egmla_job_field StdErr)"
+    EGMLA_FACTS+=(--port "$EGMLA_PORT" --log "$EGMLA_LOG")
     egmla_say "launcher: job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}, ${#EGMLA_NODES[@]} nodes with $EGMLA_RANKS ranks each, meeting at ${EGMLA_NODES[0]}:$EGMLA_PORT"
     if [ "${SLURM_RESTART_COUNT:-0}" != 0 ]; then # nobody watches a restart: what goes wrong in it is counted
         egmla_ask begin || egmla_refused "$?"
@@ -85,15 +86,22 @@ egmla_end() {
     exit "$verdict"
 }
 
+# Whether Slurm itself is ending the job, and not because of its time or a preemption: somebody has cancelled it.
+egmla_cancelled() {
+    case "$(egmla_job_field JobState)" in
+        COMPLETING* | CANCELLED*) ! tail -n 40 "$EGMLA_LOG" 2>/dev/null | grep -qE 'CANCELLED AT .* DUE TO (TIME LIMIT|PREEMPTION)' ;;
+        *) return 1 ;;
+    esac
+}
+
 # Puts the job back into the queue, as it was submitted. Slurm then ends this script.
 egmla_start_again() {
-    local state
-    state="$(egmla_job_field JobState)"
-    case "${state%% *}" in
-        CANCELLED) egmla_say "launcher: the job was cancelled, so it does not start again; submit it to resume" && exit 143 ;;
-        PREEMPTED | PENDING | REQUEUED) egmla_say "launcher: Slurm itself starts the job again" && exit 143 ;;
-    esac
+    if egmla_cancelled; then
+        egmla_say "launcher: the job was cancelled; submit it again to resume"
+        exit 143
+    fi
     if [ "${EGMLA_REQUEUE:-yes}" != no ] && egmla_in_batch && scontrol requeue "$SLURM_JOB_ID"; then
+        egmla_say "launcher: the job starts again by itself"
         sleep 60 # until Slurm ends this script
         exit 143
     fi

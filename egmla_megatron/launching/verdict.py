@@ -76,12 +76,12 @@ def judge(launches: Sequence[Launch]) -> Verdict:
     if last.outcome == "mistake":
         return Verdict(2, f"not started again: {last.said or 'a mistake that a restart does not mend'}")
     if last.outcome == "saved":
-        return Verdict(AGAIN, f"stopped by a signal {when} and saved; starts again by itself")
+        return Verdict(AGAIN, f"stopped by a signal {when} and saved")
     stuck = _stuck(launches)
     if stuck:
         return Verdict(last.code or 1, stuck)
     what = "interrupted before it could save" if last.outcome == "interrupted" else f"crashed (exit code {last.code})"
-    return Verdict(AGAIN, f"{what} {when}; starts again by itself from the newest complete checkpoint")
+    return Verdict(AGAIN, f"{what} {when}; the newest complete checkpoint is where it goes on")
 
 
 def _stuck(launches: Sequence[Launch]) -> str:

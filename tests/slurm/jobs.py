@@ -92,7 +92,7 @@ class SlurmJob:
                 raise AssertionError(f"{what} did not happen:\n{self.output[-6000:]}\n{self.cluster.logs()}")
             if self.state == "PENDING":
                 self.cluster.attempt("scontrol", "update", f"JobId={self.number}", "StartTime=now")
-            time.sleep(0.3)
+            time.sleep(0.1)
 
     def wait_for_step(self, step: int, launch: int) -> None:
         """Wait until the given launch (1: the first) has done a step."""

@@ -26,7 +26,7 @@ case "$*" in
 esac
 """
 _SRUN = """#!/bin/bash
-printf 'srun' >&2; printf ' [%s]' "$@" >&2; echo >&2
+{ printf 'srun'; printf ' [%s]' "${@//$'\\n'/ }"; echo; } >&2
 """
 _APPTAINER = """#!/bin/bash
 printf 'apptainer' >&2; printf ' [%s]' "$@" >&2; echo >&2
@@ -57,9 +57,9 @@ class Desk:
     def run(self, script: Path | str, *arguments: str, **extra: str) -> tuple[int, str, str]:
         path = self.root / "launch" / script if isinstance(script, str) else script
         env = {"PATH": f"{self.bin}:{os.environ['PATH']}", "HOME": str(self.home), "EGMLA_VENV": "none"}
+        env["EGMLA_PYTHON"] = str(self.bin / "python")
         done = subprocess.run(
-            ["bash", str(path), *arguments], cwd=self.home, env={**env, "EGMLA_PYTHON": str(self.bin / "python"), **extra},
-            text=True, capture_output=True, check=False, timeout=60,
+            ["bash", str(path), *arguments], cwd=self.home, env={**env, **extra}, text=True, capture_output=True, check=False, timeout=60,
         )  # fmt: skip
         return done.returncode, done.stdout, done.stderr
 
@@ -105,7 +105,6 @@ def test_a_copy_in_the_spool_folder_finds_the_repository(desk: Desk, tmp_path: P
     asked = [line for line in err.splitlines() if line.startswith(("python", "srun"))]
     assert "[fit] [--nodes] [n1 n2] [--ranks] [4] [--job] [7]" in asked[0]
     assert asked[0].endswith("[pretrain_base] [parallel.gate_group=8] [train.steps=3]")
-    print(err)
     training = next(line for line in asked if "[egmla_megatron.train]" in line)
     assert "[--cpus-per-task=8] [--ntasks=2] [--ntasks-per-node=1]" in training
     assert "[--nproc-per-node] [4] [--nnodes] [2]" in training and "[n1:20007] [--rdzv-id] [7-0]" in training

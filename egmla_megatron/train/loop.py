@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ import torch
 import torch.distributed as dist
 
 from egmla_megatron.checkpoint.save import Saver
+from egmla_megatron.data.batch import Batch
 from egmla_megatron.errors import UserError
 from egmla_megatron.model.count import count_parameters
-from egmla_megatron.parallel.liveness import PeerWatch
+from egmla_megatron.parallel.liveness import COMPUTING, PeerWatch
 from egmla_megatron.train.metrics import Throughput, peak_memory_mib
 from egmla_megatron.train.setup import Prepared, device_name, training_batches, validation_batches
 from egmla_megatron.train.signals import StopRequest
@@ -62,7 +64,7 @@ class Trainer:
     def run(self) -> int:
         """Train. Returns the exit code: 0, or 128 + the signal that stopped it."""
         self._log_start()
-        batches = training_batches(self.run_)
+        batches = self._noted(training_batches(self.run_))
         last = self.cfg.total_steps
         if self.cfg.train.exit_after_steps:
             last = min(last, self.step + self.cfg.train.exit_after_steps)
@@ -76,6 +78,14 @@ class Trainer:
             self._evaluate_if_due()  # after the save: an evaluation can take longer than a preempted job is given
             self.saver.poll()
         return self._finish(signal)
+
+    def _noted(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The batches, telling the others when this rank waits for its data."""
+        while True:
+            self.watch.doing = "reading data"
+            batch = next(batches)
+            self.watch.doing = COMPUTING
+            yield batch
 
     def _one_step(self, batches: Any) -> tuple[int, bool]:
         """Returns (stop signal, save now), agreed by all ranks."""
@@ -116,6 +126,7 @@ class Trainer:
         return self.world.is_first and 0 < minutes <= (time.monotonic() - self.saved_at) / 60
 
     def _save(self) -> None:
+        self.watch.doing = "saving"
         self.saver.save(self.step)
         self.saved_at = time.monotonic()
 
@@ -127,6 +138,7 @@ class Trainer:
         if self.run_.datasets.valid is None or not due or self.evaluated_at == self.step:
             return
         started = time.perf_counter()
+        self.watch.doing = "validating"
         batches, count = validation_batches(self.run_)
         loss = evaluate(self.cfg, self.world, self.run_.model, batches, count)
         self.evaluated_at = self.step

@@ -86,12 +86,13 @@ class SlurmJob:
 
     def wait_for(self, condition: Any, what: str) -> None:
         """Wait until a condition holds; a requeued job need not wait for its turn."""
-        deadline = time.monotonic() + LIMIT_S
+        deadline, hurry = time.monotonic() + LIMIT_S, 0.0
         while not condition():
             if time.monotonic() > deadline:
                 raise AssertionError(f"{what} did not happen:\n{self.output[-6000:]}\n{self.cluster.logs()}")
-            if self.state == "PENDING":
+            if time.monotonic() > hurry and self.state == "PENDING":
                 self.cluster.attempt("scontrol", "update", f"JobId={self.number}", "StartTime=now")
+                hurry = time.monotonic() + 5  # every change puts the job off until the next look at the queue
             time.sleep(0.1)
 
     def wait_for_step(self, step: int, launch: int) -> None:

@@ -58,9 +58,8 @@ class Desk:
         path = self.root / "launch" / script if isinstance(script, str) else script
         env = {"PATH": f"{self.bin}:{os.environ['PATH']}", "HOME": str(self.home), "EGMLA_VENV": "none"}
         env["EGMLA_PYTHON"] = str(self.bin / "python")
-        done = subprocess.run(
-            ["bash", str(path), *arguments], cwd=self.home, env={**env, **extra}, text=True, capture_output=True, check=False, timeout=60,
-        )  # fmt: skip
+        command = ["bash", str(path), *arguments]
+        done = subprocess.run(command, cwd=self.home, env=env | extra, text=True, capture_output=True, timeout=60)
         return done.returncode, done.stdout, done.stderr
 
     def slurm(self, command: str) -> dict[str, str]:

@@ -21,7 +21,7 @@ from egmla_megatron.parallel.child_processes import end_with
 
 __all__ = ["PROGRAMS", "Cluster", "missing_programs"]
 
-PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "unshare", "nsenter", "ip", "tc")
+PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "unshare", "nsenter", "ip", "tc", "pgrep")
 HEAD = "head"
 START_LIMIT_S = 60.0
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"

@@ -18,7 +18,7 @@ def _reason_to_skip() -> str | None:
     if os.geteuid() != 0:
         return "a Slurm on one machine needs root, who alone makes namespaces"
     if missing := missing_programs():
-        return f"not installed: {', '.join(missing)} (apt-get install slurm-wlm munge iproute2 util-linux)"
+        return f"not installed: {', '.join(missing)} (apt-get install slurm-wlm munge iproute2 util-linux procps)"
     spaces = subprocess.run(["unshare", "--mount", "--uts", "--ipc", "--pid", "--fork", "--net", "true"], check=False)
     return "this machine refuses namespaces (CAP_SYS_ADMIN)" if spaces.returncode else None
 

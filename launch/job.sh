@@ -16,8 +16,11 @@ EGMLA_RANKS=1        # of each node
 EGMLA_SRUN=(srun)    # with what every step needs
 EGMLA_INSIDE=()      # starts a command in the container, on a node
 
-# A job of this script, or an allocation (salloc) that it is started in; not a shell inside a step.
-egmla_under_slurm() { [ -n "${SLURM_JOB_ID:-}" ] && [ -z "${SLURM_STEP_ID:-}" ]; }
+# A job of this script, or an allocation (salloc) that it is started in; not a shell inside a step. A job that was
+# submitted from such a shell inherits its step's variables: there the copy that Slurm runs tells.
+egmla_under_slurm() {
+    [ -n "${SLURM_JOB_ID:-}" ] && { [ -z "${SLURM_STEP_ID:-}" ] || [ "${0##*/}" = slurm_script ]; }
+}
 
 # A batch job, whose script runs on its first node and which can be requeued.
 egmla_in_batch() { egmla_under_slurm && [ "${SLURMD_NODENAME:-}" = "${EGMLA_NODES[0]}" ]; }
@@ -26,6 +29,7 @@ egmla_in_batch() { egmla_under_slurm && [ "${SLURMD_NODENAME:-}" = "${EGMLA_NODE
 egmla_open_job() {
     local node gpus
     if egmla_under_slurm; then
+        unset SLURM_CPU_BIND SLURM_CPU_BIND_TYPE SLURM_CPU_BIND_LIST SLURM_CPU_BIND_VERBOSE # of a shell inside a step
         while IFS= read -r node; do EGMLA_NODES+=("$node"); done < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
         [ "${#EGMLA_NODES[@]}" -gt 0 ] || egmla_die "Slurm: scontrol names no nodes for job $SLURM_JOB_ID; is Slurm working?"
         gpus="${SLURM_GPUS_ON_NODE:-0}"

@@ -29,6 +29,11 @@ egmla_train() {
         esac
     done
     egmla_open_job
+    if egmla_under_slurm && [ -z "$check" ]; then
+        trap 'egmla_catch 10' USR1
+        trap 'egmla_catch 15' TERM
+        trap 'egmla_catch 2' INT
+    fi
     EGMLA_FACTS=(--nodes "${EGMLA_NODES[*]}" --ranks "$EGMLA_RANKS" --job "${SLURM_JOB_ID:-$$}" --restart "${SLURM_RESTART_COUNT:-0}")
     adapted="$(egmla_ask fit)" || exit "$?"
     # shellcheck disable=SC2206 # words without spaces
@@ -44,9 +49,6 @@ egmla_train() {
 
 egmla_train_under_slurm() {
     local code=0 began=
-    trap 'egmla_catch 10' USR1
-    trap 'egmla_catch 15' TERM
-    trap 'egmla_catch 2' INT
     egmla_find_port
     EGMLA_LOG="$(egmla_job_field StdErr)"
     EGMLA_FACTS+=(--port "$EGMLA_PORT" --log "$EGMLA_LOG")

@@ -19,6 +19,8 @@ from tests.tiny import tiny_run, write_dataset
 __all__ = ["LIMIT_S", "SAVED", "STEPS", "SlurmJob", "settings", "submit", "tiny_settings"]
 
 LIMIT_S = 240.0  # for anything that is waited for
+LIVING = ("RUNNING", "PENDING", "COMPLETING", "CONFIGURING", "REQUEUED")
+RESTART_S = 3.0  # Slurm waits for two minutes before it starts a job again; within a second the nodes would refuse it
 STEPS, SAVED = 40, 4  # of a run; steps between its checkpoints
 
 
@@ -86,13 +88,16 @@ class SlurmJob:
 
     def wait_for(self, condition: Any, what: str) -> None:
         """Wait until a condition holds; a requeued job need not wait for its turn."""
-        deadline, hurry = time.monotonic() + LIMIT_S, 0.0
+        deadline, waiting_since = time.monotonic() + LIMIT_S, 0.0
         while not condition():
             if time.monotonic() > deadline:
                 raise AssertionError(f"{what} did not happen:\n{self.output[-6000:]}\n{self.cluster.logs()}")
-            if time.monotonic() > hurry and self.state == "PENDING":
+            state = self.state
+            assert state in LIVING or condition(), f"{what} did not happen, the job is {state}:\n{self.output[-6000:]}"
+            waiting_since = waiting_since or time.monotonic() if state == "PENDING" else 0.0
+            if waiting_since and time.monotonic() - waiting_since > RESTART_S:
                 self.cluster.attempt("scontrol", "update", f"JobId={self.number}", "StartTime=now")
-                hurry = time.monotonic() + 5  # every change puts the job off until the next look at the queue
+                waiting_since = 0.0
             time.sleep(0.1)
 
     def wait_for_step(self, step: int, launch: int) -> None:
@@ -108,8 +113,7 @@ class SlurmJob:
 
     def wait_for_end(self) -> str:
         """State of the job after it has ended for good."""
-        running = ("RUNNING", "PENDING", "COMPLETING", "CONFIGURING", "REQUEUED")
-        self.wait_for(lambda: self.state not in running, "the end")
+        self.wait_for(lambda: self.state not in LIVING, "the end")
         return self.state
 
     def pids(self, node: str, word: str) -> list[int]:

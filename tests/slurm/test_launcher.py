@@ -23,7 +23,28 @@ def errors(job: SlurmJob) -> list[str]:
     return [line for line in job.output.splitlines() if line.startswith("error: ")]
 
 
-def test_three_crashes_at_one_step_end_the_job_with_a_diagnosis(cluster: Cluster, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def limited(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> SlurmJob:
+    """A job on node4 that Slurm warns of its time limit, within a minute; the other tests run meanwhile."""
+    folder = tmp_path_factory.mktemp("limited")
+    arguments, run = tiny_settings(folder, "run")
+    python = stand_in(folder, f"cd '{folder}'; [ ! -e warned ] || exit 0; trap 'touch warned; exit 138' USR1; "
+                              "sleep 300 & wait")  # fmt: skip
+    options = ["--nodes=1", "--nodelist=node4", "--time=1", "--signal=B:USR1@10"]
+    return submit(
+        cluster,
+        folder,
+        run,
+        arguments,
+        options=options,
+        EGMLA_PYTHON=str(python),
+        EGMLA_SITE=site_without_links(folder),
+    )
+
+
+def test_three_crashes_at_one_step_end_the_job_with_a_diagnosis(
+    cluster: Cluster, limited: SlurmJob, tmp_path: Path
+) -> None:
     arguments, run = tiny_settings(tmp_path, "run")
     python = stand_in(tmp_path, "echo 'RuntimeError: the same bug' >&2; exit 1")
     job = submit(cluster, tmp_path, run, arguments, options=["--nodes=2"],
@@ -53,9 +74,9 @@ def test_bad_input_ends_a_job_at_once_with_one_line(cluster: Cluster, tmp_path: 
         f"{typo}: unknown key SITE_ACOUNT; allowed SITE_ACCOUNT ": submit(
             cluster, folder, run, arguments, options=["--nodes=1"], **{**common, "EGMLA_SITE": str(typo)}
         ),
-        "number of nodes: got 4 with 1 ranks each, which the layout cannot use (train.global_batch_size = 6 does not "
-        "divide over 4 replicas); allowed next to it: 3 or 6; fix: sbatch --nodes=3": submit(
-            cluster, folder, run, [*arguments, "train.global_batch_size=6"], options=["--nodes=4"], **common
+        "number of nodes: got 3 with 1 ranks each, which the layout cannot use (train.global_batch_size = 4 does not "
+        "divide over 3 replicas); allowed next to it: 2 or 4; fix: sbatch --nodes=4": submit(
+            cluster, folder, run, [*arguments, "train.global_batch_size=4"], options=["--nodes=3"], **common
         ),
     }
     for message, job in cases.items():
@@ -79,10 +100,10 @@ def test_nodes_that_cannot_work_are_named(cluster: Cluster, tmp_path: Path) -> N
     hidden = tmp_path / "hidden"
     hidden.mkdir()
     local = submit(cluster, tmp_path, run, [*arguments, f"run.dir={hidden}/run"],
-                   options=["--nodes=2", "--nodelist=node3,node4", "--hold"], **common)  # fmt: skip
+                   options=["--nodes=2", "--nodelist=node1,node3", "--hold"], **common)  # fmt: skip
     different = submit(cluster, tmp_path, run, arguments,
                        options=["--nodes=2", "--nodelist=node1,node2", "--hold"], **common)  # fmt: skip
-    mounts = [("node2", "--bind", str(other), str(metadata)), ("node4", "-t", "tmpfs", "tmpfs", str(hidden))]
+    mounts = [("node2", "--bind", str(other), str(metadata)), ("node3", "-t", "tmpfs", "tmpfs", str(hidden))]
     for node, *mount in mounts:
         assert cluster.run_on(node, "mount", *mount).returncode == 0
     try:
@@ -97,5 +118,11 @@ def test_nodes_that_cannot_work_are_named(cluster: Cluster, tmp_path: Path) -> N
         f"error: nodes: node2: tqdm 1.2.3, elsewhere {version}; make all nodes alike, or leave it out"
     ), error
     (error,) = errors(local)
-    assert error.startswith(f"error: nodes: node4: run.dir: {hidden} is not the first node's; put run.dir on"), error
+    assert error.startswith(f"error: nodes: node3: run.dir: {hidden} is not the first node's; put run.dir on"), error
     assert not run.exists() and not any(hidden.iterdir())
+
+
+def test_the_warning_before_the_time_limit_starts_the_job_again(limited: SlurmJob) -> None:
+    assert limited.wait_for_end() == "COMPLETED", limited.output
+    assert [(launch.outcome, launch.restart) for launch in limited.launches] == [("interrupted", 0), ("done", 1)]
+    assert "interrupted before it could save at step 0" in limited.output and "TIME LIMIT" not in limited.output

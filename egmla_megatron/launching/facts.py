@@ -18,6 +18,7 @@ from typing import Any
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.data.blend import parse_blend
 from egmla_megatron.data.verify import verify_prefix
+from egmla_megatron.environment import whole_number
 from egmla_megatron.errors import UserError
 from egmla_megatron.train.machine import check_machine, gpu_count
 
@@ -84,8 +85,11 @@ def _versions(cfg: RunConfig, facts: Facts, token: str) -> None:
 
 
 def _gpus(cfg: RunConfig, facts: Facts, token: str) -> None:
+    given, seen = whole_number("SLURM_GPUS_ON_NODE", 0, 0), gpu_count()
+    facts["gpus"], facts["gpu_kinds"] = seen, {"number of GPUs": str(seen)}
+    if seen < given:
+        raise UserError(f"GPUs: Slurm gave {given}, the driver shows {seen}; look at nvidia-smi there")
     check_machine(cfg)
-    facts["gpus"] = gpu_count()
     if not facts["gpus"] or shutil.which("nvidia-smi") is None:
         return
     fields = "name,driver_version,memory.used,ecc.errors.uncorrected.volatile.total"
@@ -94,7 +98,7 @@ def _gpus(cfg: RunConfig, facts: Facts, token: str) -> None:
     if done.returncode:
         raise UserError(f"GPUs: nvidia-smi failed ({' '.join((done.stdout + done.stderr).split())[:200]})")
     rows = [[field.strip() for field in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
-    facts["gpu_kinds"] = {"GPU": ", ".join(sorted({row[0] for row in rows})), "driver": rows[0][1]}
+    facts["gpu_kinds"] |= {"GPU": ", ".join(sorted({row[0] for row in rows})), "driver": rows[0][1]}
     for number, (_, _, used, ecc) in enumerate(rows):
         if used.isdigit() and int(used) > BUSY_MIB:
             facts["warnings"].append(f"GPU {number} has {used} MiB in use by another process")

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
-__all__ = ["attend", "host"]
+__all__ = ["Host", "attend"]
 
 _PINGS = 5
 _RETRY_S = 0.2
@@ -54,7 +54,7 @@ def _skew(line: _Line) -> float:
 
 
 class Host:
-    """The first node's side."""
+    """The first node's side. Raises OSError when the port is taken."""
 
     def __init__(self, port: int, token: str, limit_s: float) -> None:
         self.token, self.deadline = token, time.monotonic() + limit_s
@@ -90,11 +90,6 @@ class Host:
                 pass
             line.close()
         self.listener.close()
-
-
-def host(port: int, token: str, limit_s: float) -> Host:
-    """Open the meeting on this node. Raises OSError when the port is taken."""
-    return Host(port, token, limit_s)
 
 
 def attend(address: str, port: int, token: str, facts: Facts, limit_s: float) -> int | None:

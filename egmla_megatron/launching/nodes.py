@@ -15,7 +15,7 @@ from egmla_megatron.environment import whole_number
 from egmla_megatron.errors import UserError
 from egmla_megatron.launching.compare import find_problems, find_warnings
 from egmla_megatron.launching.facts import gather_facts, node_name
-from egmla_megatron.launching.meeting import attend, host
+from egmla_megatron.launching.meeting import Host, attend
 
 __all__ = ["LIMIT_S", "check_nodes"]
 
@@ -51,7 +51,12 @@ def check_nodes(cfg: RunConfig, nodes: Sequence[str], port: int, token: str) -> 
 def _as_host(cfg: RunConfig, nodes: Sequence[str], port: int, token: str, limit_s: float) -> int:
     started = time.monotonic()
     with _shared_probe(cfg, token):
-        meeting = host(port, token, limit_s)
+        try:
+            meeting = Host(port, token, limit_s)
+        except OSError as error:
+            raise UserError(
+                f"{nodes[0]}: port {port} cannot be opened ({error.strerror}); start the job again, or leave that node out"
+            ) from error
         code = 2
         try:
             facts = {nodes[0]: gather_facts(cfg, token="", limit_s=_FACTS_SHARE * limit_s)}

@@ -21,7 +21,7 @@ from egmla_megatron.launching.fit import fit_to_nodes
 from egmla_megatron.launching.last_words import last_words
 from egmla_megatron.launching.ledger import Launch, RunTail, read_launches, read_tail, record_end, record_start
 from egmla_megatron.launching.links import rounds_of_pairs, slow_nodes
-from egmla_megatron.launching.meeting import attend, host
+from egmla_megatron.launching.meeting import Host, attend
 from egmla_megatron.launching.status import format_status, read_status
 from egmla_megatron.launching.verdict import AGAIN, close_launch, judge
 from tests.tiny import PLAIN, tiny_model, tiny_run
@@ -150,14 +150,16 @@ def test_nodes_are_compared_with_what_most_of_them_have() -> None:
 def test_a_question_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
     monkeypatch.setitem(facts_module._QUESTIONS, "data", lambda *_: release.wait(30))
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "999")
     found = gather_facts(tiny_run(), token="", limit_s=5.0)
     release.set()
-    assert found["problems"] == ["data: no answer within 5 s"]
+    assert found["problems"][0].startswith("GPUs: Slurm gave 999, the driver shows ")
+    assert found["problems"][1:] == ["data: no answer within 5 s"]
     assert found["versions"]["python"] and found["gpus"] >= 0 and found["free_mib"] > 0
 
 
 def test_nodes_meet_and_strangers_are_ignored() -> None:
-    meeting = host(0, "token", 10.0)
+    meeting = Host(0, "token", 10.0)
     port = meeting.listener.getsockname()[1]
     codes: dict[str, int | None] = {}
 
@@ -174,7 +176,7 @@ def test_nodes_meet_and_strangers_are_ignored() -> None:
         thread.join()
     assert list(heard) == ["n2"] and abs(heard["n2"]["skew_s"]) < 1.0
     assert codes == {"n2wrong": None, "n2token": 2}
-    lonely = host(0, "token", 0.2)
+    lonely = Host(0, "token", 0.2)
     assert lonely.hear(["n2"]) == {}
     lonely.dismiss(2)
 

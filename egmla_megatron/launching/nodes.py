@@ -55,7 +55,7 @@ def _as_host(cfg: RunConfig, nodes: Sequence[str], port: int, token: str, limit_
             meeting = Host(port, token, limit_s)
         except OSError as error:
             raise UserError(
-                f"{nodes[0]}: port {port} cannot be opened ({error.strerror}); start the job again, or leave that node out"
+                f"{nodes[0]}: port {port} cannot be opened ({error.strerror}); start again, or exclude that node"
             ) from error
         code = 2
         try:

@@ -22,8 +22,8 @@ egmla_under_slurm() {
     [ -n "${SLURM_JOB_ID:-}" ] && { [ -z "${SLURM_STEP_ID:-}" ] || [ "${0##*/}" = slurm_script ]; }
 }
 
-# A batch job, whose script runs on its first node and which can be requeued.
-egmla_in_batch() { egmla_under_slurm && [ "${SLURMD_NODENAME:-}" = "${EGMLA_NODES[0]}" ]; }
+# Whether this script runs on the job's first node, as batch scripts do.
+egmla_on_first_node() { [ "${SLURMD_NODENAME:-}" = "${EGMLA_NODES[0]}" ]; }
 
 # Fills the variables above. Called once.
 egmla_open_job() {
@@ -66,7 +66,7 @@ egmla_check_partition() {
 
 # Runs "$@" once: here, or in pyxis or from a login node as a step on the first node.
 egmla_once() {
-    if egmla_under_slurm && { [ "$SITE_CONTAINER" = pyxis ] || ! egmla_in_batch; }; then
+    if egmla_under_slurm && { [ "$SITE_CONTAINER" = pyxis ] || ! egmla_on_first_node; }; then
         "${EGMLA_SRUN[@]}" --nodes=1 --ntasks=1 --nodelist="${EGMLA_NODES[0]}" "$EGMLA_PY" "$@"
     else
         ${EGMLA_INSIDE[@]+"${EGMLA_INSIDE[@]}"} "$EGMLA_PY" "$@"

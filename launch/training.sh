@@ -102,7 +102,7 @@ egmla_start_again() {
         egmla_say "launcher: the job was cancelled; submit it again to resume"
         exit 143
     fi
-    if [ "${EGMLA_REQUEUE:-yes}" != no ] && egmla_in_batch && scontrol requeue "$SLURM_JOB_ID"; then
+    if [ "${EGMLA_REQUEUE:-yes}" != no ] && scontrol requeue "$SLURM_JOB_ID"; then
         egmla_say "launcher: the job starts again by itself"
         sleep 60 # until Slurm ends this script
         exit 143

@@ -119,11 +119,13 @@ def _end(arguments: argparse.Namespace) -> int:
     """Records how the launch ended; the exit code says what the script does now (see verdict.py)."""
     folder = Path(_config(arguments).run.dir)
     launches = read_launches(folder)
-    last = launches[-1]
+    mine = [launch for launch in launches if (launch.job, launch.restart) == (arguments.job, arguments.restart)]
+    last = mine[-1]  # not the last of all: another job may have come and been refused meanwhile
     said = last_words(arguments.log, last.log_bytes) if arguments.code else ""
     last = close_launch(last, arguments.code, arguments.signal, read_tail(folder), said, checks=arguments.checks)
     record_end(folder, last)
-    verdict = judge([*launches[:-1], last])
+    before = [launch for launch in launches[: launches.index(mine[-1])] if not launch.is_open]
+    verdict = judge([*before, last])
     print(f"launcher: {verdict.sentence}", file=sys.stderr, flush=True)
     return verdict.code
 

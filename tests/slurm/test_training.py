@@ -52,7 +52,7 @@ def test_signal_before_the_limit_a_killed_rank_and_scancel(
     job = submit(cluster, folder, run, arguments, options=options, EGMLA_SITE=quiet_site(folder))
     job.wait_for_step(3, launch=1)
     cluster.call("scancel", "--batch", "--signal=USR1", job.number)  # as --signal=B:USR1@300 does
-    job.wait_for(lambda: len(job.launches) == 2, "the second launch")
+    job.wait_for_step(6, launch=2)
     second = submit(cluster, folder, run, arguments, options=["--nodes=1"], EGMLA_SITE=quiet_site(folder))
     job.wait_for_step(9, launch=2)
     (rank,) = job.pids("node2", "^[^ ]*python[^ ]* -u -m egmla_megatron.train")

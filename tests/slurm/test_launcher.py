@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import sys
 from pathlib import Path
 
 import pytest
@@ -126,3 +127,29 @@ def test_the_warning_before_the_time_limit_starts_the_job_again(limited: SlurmJo
     assert limited.wait_for_end() == "COMPLETED", limited.output
     assert [(launch.outcome, launch.restart) for launch in limited.launches] == [("interrupted", 0), ("done", 1)]
     assert "interrupted before it could save at step 0" in limited.output and "TIME LIMIT" not in limited.output
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from egmla_megatron.train.lock import lock_run_dir
+lock = lock_run_dir(Path(sys.argv[1]))
+print("training", flush=True)
+time.sleep(300)
+"""
+
+
+def test_a_second_job_in_the_same_folder_is_refused(cluster: Cluster, tmp_path: Path) -> None:
+    arguments, run = tiny_settings(tmp_path, "run")
+    (tmp_path / "hold.py").write_text(HOLD)
+    python = stand_in(tmp_path, f"exec '{sys.executable}' '{tmp_path}/hold.py' '{run}'")
+    common = {"EGMLA_PYTHON": str(python), "EGMLA_SITE": site_without_links(tmp_path)}
+    first = submit(cluster, tmp_path, run, arguments, options=["--nodes=1"], **common)
+    first.wait_for(lambda: "training" in first.output, "the lock")
+    second = submit(cluster, tmp_path, run, arguments, options=["--nodes=1"], **common)
+    assert second.wait_for_end() == "FAILED" and second.field("ExitCode") == "2:0"
+    (error,) = errors(second)
+    assert f"error: run.dir: {run} is in use by {first.field('NodeList')}, pid " in error
+    assert first.state == "RUNNING" and [launch.job for launch in first.launches] == [first.number]
+    cluster.call("scancel", first.number)
+    assert first.wait_for_end() == "CANCELLED", first.output

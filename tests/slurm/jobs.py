@@ -16,7 +16,7 @@ from tests.dist.harness import ROOT, environment
 from tests.slurm.cluster import Cluster
 from tests.tiny import tiny_run, write_dataset
 
-__all__ = ["LIMIT_S", "SAVED", "STEPS", "SlurmJob", "settings", "submit", "tiny_settings"]
+__all__ = ["SAVED", "STEPS", "SlurmJob", "settings", "stand_in", "submit", "tiny_settings"]
 
 LIMIT_S = 240.0  # for anything that is waited for
 LIVING = ("RUNNING", "PENDING", "COMPLETING", "CONFIGURING", "REQUEUED")
@@ -143,7 +143,7 @@ def submit(
 
 def stand_in(folder: Path, for_launcher: str) -> Path:
     """A Python that runs `for_launcher` (bash) instead of every launch of ranks, and is the real one otherwise."""
-    path = folder / "stand in python"
+    path = folder / "stand_in_python"  # Slurm does not find processes with a space in their name
     path.write_text(f'#!/bin/bash\ncase " $* " in *" -m egmla_megatron.launch "*) {for_launcher} ;; esac\n'
                     f'exec "{sys.executable}" "$@"\n')  # fmt: skip
     path.chmod(0o755)

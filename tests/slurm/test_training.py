@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.harness import events, start_trainer
+from tests.dist.harness import events
 from tests.slurm.cluster import Cluster
-from tests.slurm.jobs import LIMIT_S, SAVED, STEPS, submit, tiny_settings
+from tests.slurm.jobs import SAVED, STEPS, SlurmJob, submit, tiny_settings
 
 pytestmark = [pytest.mark.slurm, pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -22,28 +22,32 @@ def trained(run: Path) -> dict[int, tuple[float, float]]:
     return {event["step"]: (event["loss"], event["grad_norm"]) for event in events(run, "step")}
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[float, float]]:
-    """The run without any interruption, on two ranks and without Slurm."""
-    folder = tmp_path_factory.mktemp("whole")
-    arguments, run = tiny_settings(folder, "run")
-    config = folder / "run.yaml"
-    config.write_text("model: {name: tiny}\n")
-    start_trainer(2, folder / "log", config, *arguments, limit_s=LIMIT_S).succeed()
-    assert sorted(trained(run)) == list(range(1, STEPS + 1))
-    return trained(run)
-
-
 def quiet_site(folder: Path) -> str:
     path = folder / "site.sh"
     path.write_text("SITE_PREFLIGHT=nodes\n")
     return str(path)
 
 
+@pytest.fixture(scope="module")
+def reference(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> SlurmJob:
+    """The run without any interruption, on two other nodes at the same time."""
+    folder = tmp_path_factory.mktemp("whole")
+    arguments, run = tiny_settings(folder, "run")
+    options = ["--nodes=2", "--nodelist=node3,node4"]
+    return submit(cluster, folder, run, arguments, options=options, EGMLA_SITE=quiet_site(folder))
+
+
+def whole(reference: SlurmJob) -> dict[int, tuple[float, float]]:
+    """Its curve."""
+    assert reference.wait_for_end() == "COMPLETED", reference.output
+    assert sorted(trained(reference.run)) == list(range(1, STEPS + 1))
+    return trained(reference.run)
+
+
 def test_signal_before_the_limit_a_killed_rank_and_scancel(
-    cluster: Cluster, tmp_path: Path, whole: dict[int, tuple[float, float]]
+    cluster: Cluster, tmp_path: Path, reference: SlurmJob
 ) -> None:
-    """One job on two nodes, started three times: Slurm warns of the limit, a rank is killed, and somebody cancels it."""
+    """One job on two nodes, started three times: Slurm warns of its limit, a rank is killed, somebody cancels it."""
     folder = tmp_path / "with a space"
     folder.mkdir()
     arguments, run = tiny_settings(folder, "run")
@@ -63,12 +67,12 @@ def test_signal_before_the_limit_a_killed_rank_and_scancel(
     assert "was killed by SIGKILL" in job.launches[1].said
     starts = [start["step"] for start in events(run, "start")]
     assert starts[1] == job.launches[0].reached and starts[2] % SAVED == 0
-    got = trained(run)
+    got, expected = trained(run), whole(reference)
     assert sorted(got) == list(range(1, job.launches[2].reached + 1))
-    assert got == {step: whole[step] for step in got}
+    assert got == {step: expected[step] for step in got}
 
 
-def test_dead_nodes_and_fewer_of_them(cluster: Cluster, tmp_path: Path, whole: dict[int, tuple[float, float]]) -> None:
+def test_dead_nodes_and_fewer_of_them(cluster: Cluster, tmp_path: Path, reference: SlurmJob) -> None:
     """Four nodes, of which one and then the first, with the script itself, lose power: the job goes on, on three and
     on two. The port that belongs to the job's number is taken."""
     arguments, run = tiny_settings(tmp_path, "run", parallel={"gate_group": 3})
@@ -96,8 +100,8 @@ def test_dead_nodes_and_fewer_of_them(cluster: Cluster, tmp_path: Path, whole: d
     assert "adapted: parallel.gate_group 3 -> 2: the largest below it that divides the 4 ranks" in job.output
     layouts = [(start["layout"]["dp"], start["layout"]["gate_group"]) for start in events(run, "start")]
     assert layouts == [(4, 2), (3, 3), (2, 2)]
-    got = trained(run)
-    assert got.keys() == whole.keys()
+    got, expected = trained(run), whole(reference)
+    assert got.keys() == expected.keys()
     for step, values in got.items():
-        assert values[0] == pytest.approx(whole[step][0], rel=1e-6), f"step {step}"
-        assert values[1] == pytest.approx(whole[step][1], rel=1e-5), f"step {step}"
+        assert values[0] == pytest.approx(expected[step][0], rel=1e-6), f"step {step}"
+        assert values[1] == pytest.approx(expected[step][1], rel=1e-5), f"step {step}"

@@ -18,7 +18,7 @@ from tests.tiny import tiny_run, write_dataset
 
 __all__ = ["SAVED", "STEPS", "SlurmJob", "settings", "stand_in", "submit", "tiny_settings"]
 
-LIMIT_S = 240.0  # for anything that is waited for
+LIMIT_S = 400.0  # for anything that is waited for
 LIVING = ("RUNNING", "PENDING", "COMPLETING", "CONFIGURING", "REQUEUED")
 RESTART_S = 3.0  # Slurm waits for two minutes before it starts a job again; within a second the nodes would refuse it
 STEPS, SAVED = 40, 4  # of a run; steps between its checkpoints

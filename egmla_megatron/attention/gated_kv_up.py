@@ -33,6 +33,7 @@ class Gate:
 
     combine: Callable[[Tensor, Tensor], Tensor]  # (latent, gate) -> gated
     gradients: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # (gradient, latent, gate) -> of both
+    kernel: str | None = None  # its name in gate_norm_cuda; None: by single operations on GPUs too
 
 
 class GateInput(NamedTuple):
@@ -44,8 +45,8 @@ class GateInput(NamedTuple):
 
 # name of ModelConfig.gate -> the gate; a new variant is one entry here
 GATES: dict[str, Gate] = {
-    "mul": Gate(torch.mul, lambda grad, up, gate: (grad * gate, grad * up)),
-    "add": Gate(torch.add, lambda grad, up, gate: (grad, grad)),
+    "mul": Gate(torch.mul, lambda grad, up, gate: (grad * gate, grad * up), "mul"),
+    "add": Gate(torch.add, lambda grad, up, gate: (grad, grad), "add"),
 }
 
 
@@ -151,7 +152,18 @@ class GatedKVUp(MegatronModule):
         # no all-reduce of the input gradient over TP: the exchange's adjoint, or the expert-data-parallel
         # sum of the table's gradient at W = 1, adds the ranks' parts
         gate_UN = F.linear(self.gate_input.rows_UD, self.gate_proj_weight)
-        return self._norm(gate_by_row(up_SBN, gate_UN, self.gate_input.row_map, self.gate)), None
+        row_map = self.gate_input.row_map
+        # heads on several ranks share statistics, which no kernel can
+        if self.config.triton_kernels and self.gate.kernel and row_map is not None and self.tp_group.size() == 1:
+            return self._fused(up_SBN, gate_UN, row_map, self.gate.kernel), None
+        return self._norm(gate_by_row(up_SBN, gate_UN, row_map, self.gate)), None
+
+    def _fused(self, up_SBN: Tensor, gate_UN: Tensor, row_map: Tensor, gate: str) -> Tensor:
+        from egmla_megatron.attention.gate_norm_cuda import gate_norm
+
+        weight, bias = (self.gate_norm_weight, self.gate_norm_bias) if self.config.gate_norm else (None, None)
+        eps = self.config.gate_norm_eps
+        return gate_norm(up_SBN.flatten(0, 1), gate_UN, row_map, weight, bias, eps, gate).view_as(up_SBN)
 
     def _norm(self, x_SBN: Tensor) -> Tensor:
         if not self.config.gate_norm:

@@ -5,11 +5,13 @@ Both are subclasses for a layer spec: no method of megatron-core is copied or re
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
@@ -19,9 +21,10 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, get_tr
 from torch import Tensor
 
 from egmla_megatron.attention.gated_kv_up import GateInput
+from egmla_megatron.attention.head_sizes import HeadSizes
 from egmla_megatron.attention.token_table import take_layer
 
-__all__ = ["EGMLASelfAttention", "EGMLATransformerLayer"]
+__all__ = ["EGMLASelfAttention", "EGMLATransformerLayer", "MLATransformerLayer"]
 
 # S sequence, B batch, U rows (distinct ids of the micro-batch), L layers of the stage, D gate embedding width
 
@@ -34,6 +37,11 @@ class EGMLASelfAttention(MLASelfAttention):
 
     gate_input: GateInput | None = None
     recompute_up_proj: bool
+
+    @property
+    def head_sizes(self) -> HeadSizes:
+        """Elements per head."""
+        return HeadSizes(self.config.qk_head_dim, self.config.qk_pos_emb_head_dim, self.config.v_head_dim)
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
         """The spec's own modules. megatron-core would invent a q norm when q_lora_rank is None, and
@@ -67,7 +75,7 @@ class EGMLASelfAttention(MLASelfAttention):
         read from the module it would be the wrong micro-batch's when backward runs.
         """
         if self.gate_input is None:
-            return super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
+            return self._plain(hidden_states, *args, **kwargs)
         if not self.recompute_up_proj:
             return self._gated(self.gate_input, hidden_states, *args, **kwargs)
 
@@ -85,12 +93,45 @@ class EGMLASelfAttention(MLASelfAttention):
     def _gated(self, gate_input: GateInput, *args: Any, **kwargs: Any) -> Any:
         self.linear_kv_up_proj.gate_input = gate_input
         try:
-            return super().get_query_key_value_tensors(*args, **kwargs)
+            return self._plain(*args, **kwargs)
         finally:
             self.linear_kv_up_proj.gate_input = None
 
+    def _plain(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """megatron-core's way, or the same for training alone with its last operations in one kernel."""
+        if not self.config.triton_kernels or self.recompute_up_proj:
+            return super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
+        from egmla_megatron.attention.split_heads_cuda import split_heads
 
-class EGMLATransformerLayer(TransformerLayer):
+        q, latent = self._qkv_down_projection(hidden_states)
+        latent, rope_SBR = latent.split([self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], dim=-1)
+        if self.config.sequence_parallel and self.tp_group.size() > 1:
+            rope_SBR = gather_from_sequence_parallel_region(rope_SBR, group=self.tp_group)
+        if self.config.q_lora_rank is None:
+            q, _ = self.linear_q_proj(q)
+        else:
+            q, _ = self.linear_q_up_proj(self.q_layernorm(q))
+        kv, _ = self.linear_kv_up_proj(self.kv_layernorm(latent))
+        length = self.rotary_pos_emb.get_rotary_seq_len(None, None, hidden_states, self.config, None)
+        angles_SR = self.rotary_pos_emb(length)[: q.shape[0], 0, 0]
+        query, key, value = split_heads(
+            q, kv, rope_SBR, angles_SR, self.num_attention_heads_per_partition, self.head_sizes
+        )
+        return query, key, value, None, None
+
+
+class MLATransformerLayer(TransformerLayer):
+    """megatron-core's layer. With `config.fused_grad_accumulation` the layers of Transformer Engine inside add weight
+    gradients to `main_grad` themselves; megatron-core's own switch would ask apex for the same in the output layer."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        if config.fused_grad_accumulation:
+            config = copy.copy(config)
+            config.gradient_accumulation_fusion = True
+        super().__init__(config, *args, **kwargs)
+
+
+class EGMLATransformerLayer(MLATransformerLayer):
     """A transformer layer that takes its gate embedding from `context` and passes the rest on.
 
     `context` (with `context_mask`, which row of it a token uses) is an explicit argument of every layer and of

@@ -15,6 +15,9 @@ def _check_graph(cfg: RunConfig) -> None:
     model = cfg.model
     found = {
         "parallel.pipeline": (cfg.parallel.pipeline, 1),
+        # captured, their collectives and the gate group's waited for each other forever on two GPUs
+        "parallel.tensor": (cfg.parallel.tensor, 1),
+        "parallel.context": (cfg.parallel.context, 1),
         "train.recompute": (cfg.train.recompute, "none"),
         "model.hidden_dropout": (model.hidden_dropout, 0.0),
         "model.attention_dropout": (model.attention_dropout, 0.0),

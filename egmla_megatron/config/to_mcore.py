@@ -31,6 +31,8 @@ class EGMLATransformerConfig(MLATransformerConfig):
     gate_exchange: str = "all_to_all"
     gate_granularity: str = "fused"
     sdpa_backend: str = "math"
+    triton_kernels: bool = False  # gate and heads by our kernels
+    fused_grad_accumulation: bool = False  # in the layers; `gradient_accumulation_fusion` would ask apex for the rest
 
 
 @dataclass
@@ -101,12 +103,13 @@ def _interleaving(parallel: ParallelConfig) -> dict[str, Any]:
     }
 
 
-def transformer_config(cfg: RunConfig, implementation: str, sdpa_backend: str) -> Any:
+def transformer_config(cfg: RunConfig, implementation: str, sdpa_backend: str, *, triton: bool = False) -> Any:
     """megatron-core's transformer configuration.
 
     Args:
         implementation: "te" or "torch", resolved.
         sdpa_backend: resolved name of the SDPA kernel, see `core_attention.choose_backend`.
+        triton: gate and heads by our kernels.
     """
     model = cfg.model
     common = _common(cfg, implementation, sdpa_backend)
@@ -142,6 +145,8 @@ def transformer_config(cfg: RunConfig, implementation: str, sdpa_backend: str) -
         gate_table_init_std=model.gate_table_init_std,
         gate_exchange=cfg.parallel.gate_exchange,
         gate_granularity=cfg.parallel.gate_granularity,
+        triton_kernels=triton,
+        fused_grad_accumulation=implementation == "te" and cfg.parallel.fused_grad_accumulation,
     )
 
 

@@ -18,7 +18,7 @@ from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.config.to_mcore import transformer_config
 from egmla_megatron.errors import UserError
 from egmla_megatron.model.init import initialize_weights
-from egmla_megatron.model.spec import block_spec, choose_implementation
+from egmla_megatron.model.spec import block_spec, choose_implementation, choose_kernels
 from egmla_megatron.parallel.world import World
 
 __all__ = ["BuiltModel", "EGMLAModel", "build_model"]
@@ -85,6 +85,7 @@ class BuiltModel:
     config: Any  # megatron-core transformer config; schedules read their hooks from it
     implementation: str  # te or torch
     attention_backend: str  # te_fused or an SDPA kernel
+    kernels: str  # of gate and heads: triton or torch
 
     @property
     def module(self) -> EGMLAModel:
@@ -123,11 +124,12 @@ def build_model(cfg: RunConfig, world: World) -> BuiltModel:
             )
         implementation = "torch"
     backend, kernel = _resolve_attention(cfg, implementation)
-    config = transformer_config(cfg, implementation, kernel)
+    kernels = choose_kernels(cfg.parallel.kernels)
+    config = transformer_config(cfg, implementation, kernel, triton=kernels == "triton")
     chunks = tuple(_build_chunk(cfg, world, config, implementation, index) for index in range(world.layout.vp))
     bf16 = cfg.train.precision == "bf16"
     wrapped = tuple(Float16Module(config, chunk) if bf16 else chunk for chunk in chunks)
-    return BuiltModel(chunks, wrapped, config, implementation, backend)
+    return BuiltModel(chunks, wrapped, config, implementation, backend, kernels)
 
 
 def _build_chunk(cfg: RunConfig, world: World, config: Any, implementation: str, index: int) -> EGMLAModel:

@@ -23,11 +23,11 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from egmla_megatron.attention.core_attention import TorchCoreAttention
 from egmla_megatron.attention.gated_kv_up import GatedKVUp
-from egmla_megatron.attention.layer import EGMLASelfAttention, EGMLATransformerLayer
+from egmla_megatron.attention.layer import EGMLASelfAttention, EGMLATransformerLayer, MLATransformerLayer
 from egmla_megatron.attention.norms import TorchLayerNorm, TorchRMSNorm
 from egmla_megatron.errors import UserError
 
-__all__ = ["block_spec", "choose_implementation", "layer_spec"]
+__all__ = ["block_spec", "choose_implementation", "choose_kernels", "layer_spec"]
 
 
 def choose_implementation(name: str) -> str:
@@ -42,6 +42,21 @@ def choose_implementation(name: str) -> str:
     if name == "te" and not (importable and torch.cuda.is_available()):
         missing = "no CUDA device" if importable else "transformer_engine is not installed"
         raise UserError(f"parallel.implementation=te: {missing}; use torch, or install the extra 'te' on a GPU machine")
+    return name
+
+
+def choose_kernels(name: str) -> str:
+    """Resolve `parallel.kernels`: auto means triton where it can run.
+
+    Raises:
+        UserError: triton asked for and not importable, or no GPU.
+    """
+    importable = importlib.util.find_spec("triton") is not None
+    if name == "auto":
+        return "triton" if importable and torch.cuda.is_available() else "torch"
+    if name == "triton" and not (importable and torch.cuda.is_available()):
+        missing = "no CUDA device" if importable else "triton is not installed"
+        raise UserError(f"parallel.kernels: got triton, but {missing}; allowed: torch; use parallel.kernels=auto")
     return name
 
 
@@ -98,7 +113,7 @@ def layer_spec(config: Any, implementation: str) -> ModuleSpec:
             **replaced,
         ),
     )
-    module = EGMLATransformerLayer if gated else TransformerLayer
+    module = EGMLATransformerLayer if gated else MLATransformerLayer
     return ModuleSpec(module=module, submodules=replace(layer, self_attention=attention))
 
 

@@ -183,6 +183,7 @@ class Trainer:
                 "device": device_name(self.world.device),
                 "implementation": self.run_.built.implementation,
                 "attention_backend": self.run_.built.attention_backend,
+                "kernels": self.run_.built.kernels,
                 "precision": self.cfg.train.precision,
                 "layout": asdict(self.world.layout),
                 "active_params": counts.active,

@@ -52,9 +52,11 @@ def world() -> Iterator[object]:
     close_world()
 
 
-def _run(model: ModelConfig, implementation: str) -> RunConfig:
+def _run(model: ModelConfig, implementation: str, kernels: str = "auto") -> RunConfig:
     train = TrainConfig(seq_length=128, micro_batch_size=2, global_batch_size=2, steps=1000)
-    return RunConfig(model=model, train=train, parallel=ParallelConfig(implementation=implementation))  # type: ignore[arg-type]
+    # no DDP here, so there are no main gradients
+    parallel = ParallelConfig(implementation=implementation, kernels=kernels, fused_grad_accumulation=False)  # type: ignore[arg-type]
+    return RunConfig(model=model, train=train, parallel=parallel)
 
 
 def _relative(got: Tensor, expected: Tensor) -> float:
@@ -78,8 +80,10 @@ def _oracle(built: object, model: ModelConfig, ids_BS: Tensor) -> tuple[Tensor, 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("unique", [True, False], ids=["distinct", "every"])
-def test_bf16_matches_the_fp32_oracle(world: object, implementation: str, variant: str, unique: bool) -> None:
+@pytest.mark.parametrize(("unique", "kernels"), [(True, "triton"), (True, "torch"), (False, "triton")])
+def test_bf16_matches_the_fp32_oracle(
+    world: object, implementation: str, variant: str, unique: bool, kernels: str
+) -> None:
     """`unique`: a gate for each distinct id as in training, else one for each token."""
     if implementation == "te" and importlib.util.find_spec("transformer_engine") is None:
         pytest.skip("transformer_engine is not installed")
@@ -93,8 +97,8 @@ def test_bf16_matches_the_fp32_oracle(world: object, implementation: str, varian
     for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
         os.environ.pop(name, None)  # megatron-core sets them per process and refuses a second, different model
     model = VARIANTS[variant]
-    built = build_model(_run(model, implementation), world)  # type: ignore[arg-type]
-    assert built.implementation == implementation
+    built = build_model(_run(model, implementation, kernels), world)  # type: ignore[arg-type]
+    assert (built.implementation, built.kernels) == (implementation, kernels)
     ids_BS = torch.randint(model.vocab_size, (2, 129), generator=torch.Generator().manual_seed(0))
     expected_loss, expected_grads = _oracle(built, model, ids_BS)
     ids = ids_BS.cuda()

@@ -14,19 +14,34 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 WORKER = Path(__file__).with_name("parallel_worker.py")
 
 
-@pytest.mark.parametrize("kernel", ["te", "cudnn", "efficient", "flash"])
-def test_two_gpus_train_alike_under_every_layout(tmp_path: Path, kernel: str) -> None:
+def run(folder: Path, kernel: str, what: str) -> list[dict]:
+    """What both ranks found."""
     import torch
 
     if torch.cuda.device_count() < 2:
         pytest.skip("one GPU only")
     if kernel == "te" and importlib.util.find_spec("transformer_engine") is None:
         pytest.skip("transformer_engine is not installed")
-    job = start(2, [str(WORKER), str(tmp_path), kernel], tmp_path / "log")
-    found = results(job, tmp_path, 2)[0]
+    return results(start(2, [str(WORKER), str(folder), kernel, what], folder / "log"), folder, 2)
+
+
+@pytest.mark.parametrize("kernel", ["te", "cudnn", "efficient", "flash"])
+def test_two_gpus_train_alike_under_every_layout(tmp_path: Path, kernel: str) -> None:
+    found = run(tmp_path, kernel, "steps")[0]
     print(kernel, found)
     for numbers in found.values():
         assert numbers == pytest.approx(found["dp2"], rel=0.01)  # bf16; losses and gradient norms
+
+
+@pytest.mark.parametrize("kernel", ["te", "cudnn"])
+def test_tensor_parallel_gradients_are_whole_on_every_rank(tmp_path: Path, kernel: str) -> None:
+    """Above all of the RoPE rows of the down-projection, which megatron-core alone leaves as one rank's part."""
+    for found in run(tmp_path, kernel, "gradients"):
+        for layout, errors in found.items():
+            assert errors.pop("drifted") == []
+            worst = max(errors, key=lambda name: errors[name])
+            print(f"{kernel} {layout}: worst {worst} {errors[worst]:.4f}")
+            assert errors[worst] < 0.06, (layout, worst, errors[worst])  # bf16
 
 
 @pytest.mark.parametrize(("kernel", "width"), [("cudnn", 192), ("efficient", 192), ("flash", 128)])

@@ -20,6 +20,8 @@ from egmla_megatron.train.graph import EAGER_STEPS, GraphedPasses
     ("override", "fix"),
     [
         ("parallel.pipeline=2", "parallel.pipeline=1"),
+        ("parallel.tensor=2", "parallel.tensor=1"),
+        ("parallel.context=2", "parallel.context=1"),
         ("train.recompute=full", "train.recompute=none"),
         ("model.hidden_dropout=0.1", "model.hidden_dropout=0.0"),
         ("run.deterministic=true", "run.deterministic=false"),

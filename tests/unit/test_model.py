@@ -10,6 +10,7 @@ import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
+from egmla_megatron.attention.gate_ids import GatePlan
 from egmla_megatron.attention.reference import ReferenceModel
 from egmla_megatron.config.schema import ModelConfig, RunConfig
 from egmla_megatron.convert.names import to_hf_tensors
@@ -110,6 +111,28 @@ def test_equals_the_oracle(world: Any, model: ModelConfig, shape: tuple[int, int
     assert loss.item() == pytest.approx(reference.loss(ids, labels).item(), abs=1e-6)
     loss.backward()
     reference.loss(ids, labels).backward()
+    wanted = {name: parameter.grad for name, parameter in reference.named_parameters() if parameter.grad is not None}
+    assert_close(dict(to_hf_tensors(gradients(built), model)), wanted, ERROR)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for CPUs; tests/gpu has the kernels")
+@pytest.mark.parametrize(
+    ("name", "recompute"),
+    [("odd", "none"), ("mul", "selective"), ("add_without_norm", "none"), ("odd_q_lora_add", "none"), ("mla", "none")],
+)
+def test_the_kernels_equal_the_oracle(world: Any, name: str, recompute: str) -> None:
+    model = VARIANTS[name]
+    built = build(world, model, train={"recompute": recompute})
+    built.config.triton_kernels = True  # not to be had by the configuration without a GPU
+    ids, labels, positions = draw_batch(model, (2, 5))
+    plan = GatePlan(((0, 0),), 0, "all_to_all", True, model.vocab_size)
+    gate_ids = plan.plan({(0, 0): ids}) if model.gated else None
+    loss = built.wrapped[0](ids, positions, None, labels=labels, gate_ids=gate_ids).mean()
+    loss.backward()
+    reference = oracle(built, model)
+    expected = reference.loss(ids, labels)
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
     wanted = {name: parameter.grad for name, parameter in reference.named_parameters() if parameter.grad is not None}
     assert_close(dict(to_hf_tensors(gradients(built), model)), wanted, ERROR)
 

@@ -15,10 +15,10 @@ from egmla_megatron.parallel.parity.training import TABLE, Snapshot
 from egmla_megatron.parallel.parity.verdict import NUMBER_ERROR, TENSOR_ERROR
 from egmla_megatron.parallel.world import World
 
-__all__ = ["compare", "drifted"]
+__all__ = ["compare", "drifted", "own_part"]
 
 
-def _part(whole: Tensor, name: str, parameter: Any, cfg: RunConfig, world: World) -> Tensor:
+def own_part(whole: Tensor, name: str, parameter: Any, cfg: RunConfig, world: World) -> Tensor:
     """The part of a whole tensor that this rank should hold, worked out from the layout alone."""
     base, _, chunk = name.partition("@")
     layout = world.layout
@@ -42,7 +42,7 @@ def compare(mine: Snapshot, serial: Snapshot, named: dict[str, Any], cfg: RunCon
         worst = (-1.0, "")
         for name, tensor in mine[kind].items():
             whole = serial[kind][f"{TABLE}@0" if name.startswith(TABLE) else name]
-            expected = _part(whole, name, named[name], cfg, world)
+            expected = own_part(whole, name, named[name], cfg, world)
             if tensor.shape != expected.shape:
                 raise AssertionError(f"{name}: got {tuple(tensor.shape)}, expected {tuple(expected.shape)}")
             error = (tensor - expected).abs().max().item() / max(whole.abs().max().item(), 1e-3)
@@ -61,7 +61,7 @@ def drifted(named: dict[str, Any], world: World) -> list[str]:
             groups = [world.groups.dp_cp]
         else:
             groups = [world.groups.dp_cp, world.groups.tp]
-        digest = hashlib.sha256(parameter.detach().cpu().numpy().tobytes()).hexdigest()
+        digest = hashlib.sha256(parameter.detach().cpu().view(torch.uint8).numpy().tobytes()).hexdigest()
         for group in groups:
             digests: list[Any] = [None] * group.size()
             dist.all_gather_object(digests, digest, group=group)

@@ -24,7 +24,7 @@ from egmla_megatron.parallel.parity.compare import compare, drifted
 from egmla_megatron.parallel.parity.training import Snapshot, train_case
 from egmla_megatron.parallel.world import World, close_world, form_groups, open_world
 
-TIME_LIMIT_S = 500  # a hang says where
+TIME_LIMIT_S = 200  # for the start and for each case: a hang says where
 
 
 def _config(case: Case) -> RunConfig:
@@ -50,6 +50,7 @@ def _all(cases: list[Case], world: World, serial: dict[str, Snapshot], report: P
     found: dict[str, Any] = {}
     report.write_text("{}", encoding="utf-8")
     for case in sorted(cases, key=lambda case: (case.layout != "serial", case.layout)):
+        faulthandler.dump_traceback_later(TIME_LIMIT_S, exit=True)
         wanted = check_config(_config(case), base.size)
         if wanted != world.layout:
             gc.collect()  # models hold their groups, whose threads would stay
@@ -78,6 +79,7 @@ def main(folder: Path, pattern: str) -> None:
     if ranks == 1:
         torch.save(serial, reference)
     close_world()
+    faulthandler.cancel_dump_traceback_later()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,82 @@
+"""The Triton kernels on a GPU against float64: bf16 and fp32, real and odd sizes, outputs in memory full of NaN."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels import gradients, in_float64, leaves, plain_gate_norm, plain_split_heads, random_gate_norm
+
+pytestmark = pytest.mark.gpu
+ERROR = {torch.float32: 2e-6, torch.bfloat16: 8e-3}  # relative, in the norm of a tensor
+
+
+def poison() -> None:
+    """Freed memory that the next outputs will take holds NaN."""
+    for size in (1 << 26, 1 << 22, 1 << 18, 1 << 14):
+        torch.full((size,), float("nan"), device="cuda")
+
+
+def assert_close(mine: Tensor, exact: Tensor, error: float) -> None:
+    found = float((mine.double() - exact).norm() / exact.norm().clamp_min(1e-9))
+    assert found < error, found
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("gate", ["mul", "add"])
+@pytest.mark.parametrize("dtype", list(ERROR))
+@pytest.mark.parametrize(
+    ("tokens", "columns", "rows"), [(4096, 1536, 900), (1000, 4096, 40), (333, 77, 333), (1, 5, 2)]
+)
+def test_gate_norm(gate: str, norm: bool, dtype: torch.dtype, tokens: int, columns: int, rows: int) -> None:
+    from egmla_megatron.attention.gate_norm_cuda import gate_norm
+
+    host = random_gate_norm(tokens, columns, rows, norm=norm, dtype=dtype)
+    arguments = {
+        name: value.detach().cuda().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+        for name, value in host.items()
+    }
+    exact = in_float64(arguments, "cuda")
+    poison()
+    got, expected = gate_norm(**arguments, gate=gate), plain_gate_norm(**exact, gate=gate)
+    assert_close(got, expected, ERROR[dtype])
+    poison()
+    found = gradients(got, leaves(arguments))
+    for mine, theirs in zip(found, gradients(expected, leaves(exact)), strict=True):
+        assert_close(mine, theirs, ERROR[dtype])
+    again = gradients(gate_norm(**arguments, gate=gate), leaves(arguments))
+    assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+
+
+@pytest.mark.parametrize("dtype", list(ERROR))
+@pytest.mark.parametrize(
+    ("sequence", "batch", "heads", "sizes"),
+    [(1024, 8, 12, (64, 64, 64)), (512, 2, 16, (128, 64, 128)), (7, 3, 5, (6, 10, 9))],
+)
+def test_split_heads(dtype: torch.dtype, sequence: int, batch: int, heads: int, sizes: tuple[int, int, int]) -> None:
+    """The RoPE key is part of a wider tensor; gradients come in other layouts, as attention kernels leave them."""
+    from egmla_megatron.attention.head_sizes import HeadSizes
+    from egmla_megatron.attention.split_heads_cuda import split_heads
+
+    widths = HeadSizes(*sizes)
+    generator = torch.Generator("cuda").manual_seed(0)
+    inputs = [
+        torch.randn(sequence, batch, size, device="cuda", generator=generator).to(dtype).requires_grad_()
+        for size in (heads * (widths.nope + widths.rope), heads * (widths.nope + widths.v), 7 + widths.rope)
+    ]
+    frequency_R = 10000.0 ** -(torch.arange(widths.rope, device="cuda") / widths.rope)
+    angles_SR = torch.arange(sequence, device="cuda")[:, None] * frequency_R
+
+    def run(function: object, q: Tensor, kv: Tensor, rope: Tensor) -> tuple[Tensor, ...]:
+        query, key, value = function(q, kv, rope[..., 7:], angles_SR.to(torch.float32), heads, widths)  # type: ignore[operator]
+        return query.transpose(0, 1), key.permute(1, 2, 0, 3), value.transpose(0, 2)
+
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    poison()
+    got, expected = run(split_heads, *inputs), run(plain_split_heads, *exact)
+    poison()
+    pairs = [*zip(got, expected, strict=True)]
+    pairs += zip(gradients(got, inputs), gradients(expected, exact), strict=True)
+    for mine, theirs in pairs:
+        assert_close(mine, theirs, ERROR[dtype] * 5)  # angles are fp32 in both

@@ -1,0 +1,56 @@
+"""The Triton kernels against float64, here by Triton's interpreter; on a GPU by tests/gpu/test_gpu_kernels.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels import gradients, in_float64, leaves, plain_gate_norm, plain_split_heads, random_gate_norm
+
+pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("there is a GPU: tests/gpu has these", allow_module_level=True)
+
+from egmla_megatron.attention.gate_norm_cuda import KERNEL_GATES, gate_norm
+from egmla_megatron.attention.head_sizes import HeadSizes
+from egmla_megatron.attention.split_heads_cuda import split_heads
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("gate", KERNEL_GATES)
+@pytest.mark.parametrize(("tokens", "columns", "rows"), [(70, 24, 9), (5, 33, 3), (48, 16, 2)])
+def test_gate_norm(gate: str, norm: bool, tokens: int, columns: int, rows: int) -> None:
+    """Rows within a block of tokens, over several blocks, of one token and of none."""
+    arguments = random_gate_norm(tokens, columns, rows, norm=norm)
+    exact = in_float64(arguments)
+    got, expected = gate_norm(**arguments, gate=gate), plain_gate_norm(**exact, gate=gate)
+    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
+    for mine, theirs in zip(gradients(got, leaves(arguments)), gradients(expected, leaves(exact)), strict=True):
+        torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("sizes", [HeadSizes(6, 4, 5), HeadSizes(8, 2, 8)])
+def test_split_heads(sizes: HeadSizes) -> None:
+    """Heads of no power of two, a RoPE key that is part of a wider tensor, gradients in another layout."""
+    generator = torch.Generator().manual_seed(0)
+    sequence, batch, heads = 5, 3, 3
+    arguments = {
+        name: torch.randn(sequence, batch, size, generator=generator).requires_grad_()
+        for name, size in (
+            ("q", heads * (sizes.nope + sizes.rope)),
+            ("kv", heads * (sizes.nope + sizes.v)),
+            ("rope", 7 + sizes.rope),
+        )
+    }
+    angles_SR = torch.rand(sequence, sizes.rope, generator=generator) * 1000
+
+    def run(function, q, kv, rope):
+        query, key, value = function(q, kv, rope[..., 7:], angles_SR.to(q.dtype), heads, sizes)
+        return query.transpose(0, 1), key.transpose(1, 2), value.transpose(0, 2)
+
+    exact = in_float64(arguments)
+    got, expected = run(split_heads, **arguments), run(plain_split_heads, **exact)
+    pairs = [*zip(got, expected, strict=True)]
+    pairs += zip(gradients(got, leaves(arguments)), gradients(expected, leaves(exact)), strict=True)
+    for mine, theirs in pairs:
+        torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=2e-4)  # cos of 1000 radians in fp32

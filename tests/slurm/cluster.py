@@ -104,7 +104,7 @@ class Cluster:
             self._write_files()
             for name in (HEAD, *self.names):
                 self.boot(name)
-            self.wait_until(self._all_idle, START_LIMIT_S)
+            self.wait_until(self.all_idle, START_LIMIT_S)
         except BaseException:
             print(self.logs(), file=sys.stderr)
             self.stop()
@@ -241,7 +241,8 @@ class Cluster:
             assert time.monotonic() < deadline, f"{condition} took more than {limit_s:.0f} s"
             time.sleep(0.1)
 
-    def _all_idle(self) -> bool:
+    def all_idle(self) -> bool:
+        """Whether every node waits for a job."""
         done = self.attempt("sinfo", "--noheader", "--Node", "--format=%T")
         return done.stdout.split() == ["idle"] * self.nodes
 

@@ -16,7 +16,7 @@ from tests.dist.harness import ROOT, environment
 from tests.slurm.cluster import Cluster
 from tests.tiny import tiny_run, write_dataset
 
-__all__ = ["SAVED", "STEPS", "SlurmJob", "settings", "stand_in", "submit", "tiny_settings"]
+__all__ = ["LIMIT_S", "SAVED", "STEPS", "SlurmJob", "settings", "stand_in", "submit", "tiny_settings"]
 
 LIMIT_S = 400.0  # for anything that is waited for
 LIVING = ("RUNNING", "PENDING", "COMPLETING", "CONFIGURING", "REQUEUED")

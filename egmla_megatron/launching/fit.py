@@ -41,13 +41,19 @@ def fit_to_nodes(cfg: RunConfig, nodes: int, ranks_per_node: int) -> Fit:
         return found
     usable = _neighbours(cfg, nodes, ranks_per_node)
     if not usable:
-        check_config(cfg, ranks)  # says what is wrong
+        check_config(_smallest(cfg), ranks)  # says what is wrong whatever is adapted
+        check_config(cfg, ranks)
         raise AssertionError("a configuration that works was not found")
     allowed = " or ".join(str(count) for count in usable)
     raise UserError(
         f"number of nodes: got {nodes} with {ranks_per_node} ranks each, which the layout cannot use "
         f"({_reason(cfg, ranks)}); allowed next to it: {allowed}; fix: sbatch --nodes={nearest(nodes, usable)}"
     )
+
+
+def _smallest(cfg: RunConfig) -> RunConfig:
+    parallel, train = replace(cfg.parallel, gate_group=1), replace(cfg.train, micro_batch_size=1)
+    return replace(cfg, parallel=parallel, train=train)
 
 
 def _neighbours(cfg: RunConfig, nodes: int, ranks_per_node: int) -> list[int]:

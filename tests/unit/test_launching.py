@@ -49,6 +49,8 @@ def test_nodes_that_cannot_be_used_come_with_the_nearest_that_can() -> None:
     tensor = replace(cfg, parallel=replace(cfg.parallel, tensor=16))
     with pytest.raises(UserError, match=r"got 1 with 8 ranks.*no multiple of tensor x pipeline x context = 16.*: 2;"):
         fit_to_nodes(tensor, 1, 8)
+    with pytest.raises(UserError, match=r"train\.global_batch_size is no multiple of .* 1 x 5: got 384"):
+        fit_to_nodes(cfg, 1, 5)
     with pytest.raises(UserError, match=r"parallel\.tensor does not divide"):  # no number of nodes mends that
         fit_to_nodes(replace(cfg, parallel=replace(cfg.parallel, tensor=3)), 3, 1)
 

@@ -5,7 +5,6 @@
 # The learning rate is the paper's for Base, Large and XLarge, by name. See launch/pretrain_1b2.sh.
 #SBATCH --job-name=ablation
 #SBATCH --nodes=1
-#SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
 #SBATCH --mem=0

@@ -8,7 +8,6 @@
 # the folder the job was submitted in.
 #SBATCH --job-name=bench_sharding
 #SBATCH --nodes=2
-#SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=1
 #SBATCH --cpus-per-task=8
 #SBATCH --time=00:30:00

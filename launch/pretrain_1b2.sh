@@ -7,7 +7,6 @@
 # sbatch --gpus-per-node=0. `sbatch --nodes=2-4` lets every start take what there is.
 #SBATCH --job-name=pretrain_1b2
 #SBATCH --nodes=4
-#SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
 #SBATCH --mem=0

@@ -5,7 +5,6 @@
 # See launch/pretrain_1b2.sh.
 #SBATCH --job-name=pretrain_base
 #SBATCH --nodes=1
-#SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
 #SBATCH --mem=0

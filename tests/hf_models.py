@@ -14,7 +14,7 @@ from egmla_megatron.attention.reference import ReferenceModel
 from egmla_megatron.config.schema import ModelConfig
 from egmla_megatron.convert.hf.configuration_egmla import EgmlaConfig
 from egmla_megatron.convert.hf.modeling_egmla import EgmlaForCausalLM
-from egmla_megatron.convert.hf_config import hf_config
+from egmla_megatron.convert.hf_config import egmla_config, hf_config
 from tests.tiny import gate_variants
 
 BASE = ModelConfig(
@@ -54,7 +54,7 @@ def build(model: ModelConfig, attention: str = "sdpa") -> tuple[ReferenceModel, 
     with torch.no_grad():
         for parameter in reference.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
-    config = EgmlaConfig(**hf_config(model, dtype="float32", token_ids={"pad_token_id": 0}))
+    config = EgmlaConfig(**hf_config(egmla_config(model), dtype="float32", token_ids={"pad_token_id": 0}))
     config._attn_implementation = attention
     exported = EgmlaForCausalLM(config)
     missing, unexpected = exported.load_state_dict(reference.state_dict(), strict=False)

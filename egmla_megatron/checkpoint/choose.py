@@ -46,6 +46,8 @@ def check_compatible(cfg: RunConfig, path: Path, manifest: Manifest, data_finger
             f"checkpoint: {path} is of another architecture ({'; '.join(differences[:4])}); use its configuration, "
             "or another run.dir to start anew"
         )
+    if manifest.weights_only:
+        return
     if manifest.distributed_optimizer != cfg.optimizer.distributed:
         raise UserError(
             f"optimizer.distributed: {path} was saved with {manifest.distributed_optimizer}, the configuration says "

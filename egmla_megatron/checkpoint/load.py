@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -10,12 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from egmla_megatron.checkpoint.choose import check_compatible
 from egmla_megatron.checkpoint.manifest import (
@@ -24,11 +21,11 @@ from egmla_megatron.checkpoint.manifest import (
     read_manifest,
 )
 from egmla_megatron.checkpoint.state import chunk_name, model_state, optimizer_state, restore_rng, rng_state
+from egmla_megatron.checkpoint.stored import StoredWeights
 from egmla_megatron.config.load import from_dict
 from egmla_megatron.config.schema import ModelConfig, RunConfig
 from egmla_megatron.errors import UserError
 from egmla_megatron.model.build import BuiltModel
-from egmla_megatron.model.names import canonical_name
 from egmla_megatron.parallel.world import World, seed_everything
 from egmla_megatron.train.optimizer import adopt_hyperparameters, loading_states
 
@@ -50,10 +47,16 @@ def load_checkpoint(
 ) -> Manifest:
     """Load weights, optimizer and random generators. Every rank calls it.
 
-    The generators belong to ranks: under another layout they are seeded anew, differently for every step.
+    The generators belong to ranks: under another layout they are seeded anew, differently for every step. A checkpoint
+    of weights alone leaves the optimizer fresh.
     """
     manifest = read_manifest(path)
     check_compatible(cfg, path, manifest, data_fingerprint)
+    if manifest.weights_only:
+        load_weights(built, _read({"model": model_state(built, world)}, path)["model"], path)
+        optimizer.reload_model_params()  # its fp32 copies
+        seed_everything(cfg.run.seed + manifest.step, world)
+        return manifest
     now = asdict(world.layout)
     same_ranks = all(manifest.layout[axis] == now[axis] for axis in ("world_size", "tp", "pp", "cp"))
     model = model_state(built, world)
@@ -97,18 +100,6 @@ def load_weights(built: BuiltModel, weights: Mapping[str, Any], path: Path) -> N
             )
 
 
-LAYER_STACK = re.compile(r"^decoder\.layers\.(?!\d)(.+)$")
-
-
-def _per_layer(key: str, tensor: Tensor) -> dict[str, Tensor]:
-    """megatron-core stacks the layers of one parameter in a tensor [layers, ...]: split it."""
-    match = LAYER_STACK.match(key)
-    if match is None:
-        return {key: tensor}
-    name = canonical_name(match.group(1))
-    return {f"decoder.layers.{layer}.{name}": tensor[layer] for layer in range(tensor.shape[0])}
-
-
 def read_full_weights(where: str | Path) -> tuple[dict[str, Tensor], ModelConfig, Manifest]:
     """Whole, unsharded weights of a checkpoint of any layout, on one process without process groups.
 
@@ -120,14 +111,5 @@ def read_full_weights(where: str | Path) -> tuple[dict[str, Tensor], ModelConfig
     """
     path = find_checkpoint(Path(where))
     manifest = read_manifest(path)
-    metadata = dcp.FileSystemReader(str(path)).read_metadata()
-    wanted = {
-        key: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for key, entry in metadata.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata) and "optimizer." not in key  # also chained_N.optimizer.state...
-    }
-    dcp.load(wanted, checkpoint_id=str(path), no_dist=True)
-    weights: dict[str, Tensor] = {}
-    for key, tensor in wanted.items():
-        weights.update(_per_layer(key, tensor))
+    weights = {name: stored[:] for name, stored in StoredWeights(path).items()}
     return weights, from_dict(manifest.config).model, manifest

@@ -26,6 +26,7 @@ __all__ = [
     "mark_complete",
     "prune",
     "read_manifest",
+    "seal",
     "step_of",
 ]
 
@@ -51,6 +52,7 @@ class Manifest:
     versions: dict[str, str]
     written_unix_s: float
     files: dict[str, int] = field(default_factory=dict)  # name -> bytes of every data file, to notice a cut one
+    weights_only: bool = False  # converted: no optimizer, no random generators, no position in data
 
 
 def checkpoint_path(root: Path, step: int) -> Path:
@@ -77,7 +79,16 @@ def _write_synced(path: Path, text: str) -> None:
 
 
 def mark_complete(temporary: Path, final: Path, manifest: Manifest) -> None:
-    """Manifest, then marker with the manifest's checksum, then the rename that makes the checkpoint visible."""
+    """Manifest and marker, then the rename that makes the checkpoint visible."""
+    seal(temporary, manifest)
+    if final.exists():
+        shutil.rmtree(final)
+    os.replace(temporary, final)
+    _sync(final.parent)
+
+
+def seal(temporary: Path, manifest: Manifest) -> None:
+    """Makes a folder of data files a complete checkpoint: manifest, then marker with the manifest's checksum."""
     files = {path.name: path.stat().st_size for path in temporary.iterdir() if path.is_file()}
     for name in files:  # megatron-core flushes its data files, but not metadata.json and its like
         _sync(temporary / name)
@@ -85,10 +96,6 @@ def mark_complete(temporary: Path, final: Path, manifest: Manifest) -> None:
     digest = hashlib.sha256((temporary / "manifest.json").read_bytes()).hexdigest()
     _write_synced(temporary / MARKER, digest)
     _sync(temporary)
-    if final.exists():
-        shutil.rmtree(final)
-    os.replace(temporary, final)
-    _sync(final.parent)
 
 
 def _sync(path: Path) -> None:
@@ -134,6 +141,11 @@ def find_checkpoint(where: Path) -> Path:
             return found[-1]
     if not where.exists():
         raise UserError(f"checkpoint: {where} does not exist; give a run folder or a checkpoints/step_* folder")
+    if (where / "config.json").is_file():
+        raise UserError(
+            f"checkpoint: {where} is a Hugging Face folder; make a checkpoint of it with tools/convert_checkpoint.py "
+            "from-hf, and give that"
+        )
     raise UserError(
         f"checkpoint: {where} holds no complete checkpoint (marker {MARKER} and file sizes as manifest.json says); "
         "give a run folder or a checkpoints/step_* folder"

@@ -158,7 +158,8 @@ class CheckpointConfig:
     keep_every_steps: int = 0  # additionally keep every checkpoint whose step this divides, 0: none
     resume: Literal["auto", "required", "never"] = "auto"  # auto: newest complete checkpoint of the run if there is one
     # a run without complete checkpoints of its own starts from this checkpoint folder (or newest one of a run folder),
-    # with its step, data position and optimizer; its own newest checkpoint wins
+    # with its step, data position and optimizer (one made by convert_checkpoint.py from-hf: with weights and step);
+    # its own newest checkpoint wins
     load: str = ""
     asynchronous: bool = True  # write in the background on GPUs (CPU runs always write in the foreground)
 

@@ -5,21 +5,20 @@ Plain dictionaries: neither direction imports transformers.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from egmla_megatron.config.schema import ModelConfig
 from egmla_megatron.errors import UserError
 
-__all__ = ["AUTO_MAP", "hf_config", "model_config_from_hf", "read_hf_config"]
+__all__ = ["AUTO_MAP", "EXPORTED_BY", "egmla_config", "hf_config", "model_config_from_hf", "require_keys"]
 
 AUTO_MAP = {
     "AutoConfig": "configuration_egmla.EgmlaConfig",
     "AutoModel": "modeling_egmla.EgmlaModel",
     "AutoModelForCausalLM": "modeling_egmla.EgmlaForCausalLM",
 }
+EXPORTED_BY = "egmla_megatron"  # tells our exports from other models of the same class
 # config.json key -> field of ModelConfig
 _KEYS = {
     "vocab_size": "vocab_size",
@@ -47,44 +46,35 @@ _KEYS = {
 }
 
 
-def hf_config(model: ModelConfig, *, dtype: str, token_ids: Mapping[str, int]) -> dict[str, Any]:
-    """The contents of config.json.
-
-    dtype: name of the weights' torch dtype. token_ids: bos_token_id, eos_token_id, pad_token_id where known.
-    """
-    if model.attention != "mla":
-        raise UserError(
-            f"model.attention: got {model.attention!r}, allowed 'mla' in a Hugging Face export; "
-            "the MHA baseline has no Hugging Face model code yet"
-        )
+def egmla_config(model: ModelConfig) -> dict[str, Any]:
+    """The architecture's part of config.json, for latent attention with or without a gate."""
     return {
         "architectures": ["EgmlaForCausalLM"],
         "auto_map": dict(AUTO_MAP),
         "model_type": "egmla",
-        "dtype": dtype,
         **{key: getattr(model, field) for key, field in _KEYS.items()},
-        **token_ids,
-        "use_cache": True,
     }
 
 
-def read_hf_config(hf_dir: str | Path) -> dict[str, Any]:
-    """config.json of a folder; UserError when the folder holds no EG-MLA export."""
-    path = Path(hf_dir) / "config.json"
-    try:
-        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UserError(f"{hf_dir}: got no config.json, expected the folder of an exported model") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not valid JSON ({error}); export the model again") from error
-    if config.get("model_type") != "egmla":
-        raise UserError(f"{path}: model_type: got {config.get('model_type')!r}, allowed 'egmla'")
-    return config
+def hf_config(architecture: Mapping[str, Any], *, dtype: str, token_ids: Mapping[str, int | None]) -> dict[str, Any]:
+    """The contents of config.json.
+
+    architecture: as `egmla_config` gives it. dtype: name of the weights' torch dtype. token_ids: bos_token_id,
+    eos_token_id, pad_token_id where known.
+    """
+    return {**architecture, "dtype": dtype, **token_ids, "use_cache": True, "exported_by": EXPORTED_BY}
+
+
+def require_keys(config: Mapping[str, Any], keys: Iterable[str]) -> None:
+    """Refuse a config.json that lacks keys, naming them."""
+    missing = [key for key in keys if key not in config]
+    if missing:
+        raise UserError(f"config.json: missing {', '.join(missing)}; export the model again")
 
 
 def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """The architecture that a config.json describes; missing keys are named."""
-    missing = [key for key in _KEYS if key not in config]
-    if missing:
-        raise UserError(f"config.json: missing {', '.join(missing)}; export the model again")
-    return ModelConfig(**{field: config[key] for key, field in _KEYS.items()})
+    config = {"tie_word_embeddings": True, **config}  # older releases leave out what every configuration defaults to
+    require_keys(config, _KEYS)
+    found = {field: config[key] for key, field in _KEYS.items()}
+    return ModelConfig(**{**found, "q_lora_rank": found["q_lora_rank"] or 0})

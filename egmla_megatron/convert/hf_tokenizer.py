@@ -1,6 +1,7 @@
 """Tokenizer files of an exported model.
 
-A folder of Hugging Face tokenizer files is copied. A sentencepiece unigram model becomes a tokenizer.json that encodes
+A folder of Hugging Face tokenizer files is copied. GPT-2's own two files, which transformers does not read, become a
+tokenizer.json. A sentencepiece unigram model becomes a tokenizer.json that encodes
 exactly as sentencepiece does; a model for which this cannot hold is refused. Why the conversion is exact:
 
 - both sides run the same Viterbi search, ties included. Scores on a coarse binary grid (data/tokenizer.py) make
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from egmla_megatron.data.gpt2 import END_OF_TEXT, find_gpt2_files, load_gpt2_files
 from egmla_megatron.data.sentencepiece_model import parse_model
 from egmla_megatron.errors import UserError
 
@@ -60,7 +62,8 @@ def write_tokenizer_files(source: str | Path, out_dir: Path, *, max_length: int)
     """
     source = Path(source)
     if source.is_dir():
-        return _copy_folder(source, out_dir)
+        bare = None if (source / "tokenizer_config.json").exists() else find_gpt2_files(source)
+        return _convert_gpt2(*bare, out_dir, max_length) if bare else _copy_folder(source, out_dir)
     if source.suffix == ".model" and source.is_file():
         return _convert_sentencepiece(source, out_dir, max_length)
     raise UserError(
@@ -83,6 +86,44 @@ def _copy_folder(source: Path, out_dir: Path) -> TokenizerInfo:
     return TokenizerInfo(len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id, pad)
 
 
+def _convert_gpt2(vocabulary: Path, merges: Path, out_dir: Path, max_length: int) -> TokenizerInfo:
+    """GPT-2's files as a byte-level tokenizer.json, held against tiktoken's reading of the same files."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    encoding = load_gpt2_files(vocabulary, merges)
+    lines = merges.read_text(encoding="utf-8").split("\n")
+    pairs = [(left, right) for left, _, right in (line.partition(" ") for line in lines[1:]) if right]  # [0]: version
+    tokenizer = Tokenizer(models.BPE(vocab=json.loads(vocabulary.read_text(encoding="utf-8")), merges=pairs))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
+    tokenizer.encode_special_tokens = True
+    rng = random.Random(0)
+    for text in (_random_text(encoding, rng) for _ in range(_SELF_CHECKS)):
+        if encoding.encode(text, disallowed_special=()) != tokenizer.encode(text, add_special_tokens=False).ids:
+            raise UserError(f"tokenizer: {vocabulary.parent} and its tokenizer.json disagree on {text!r}")
+    tokenizer.save(str(out_dir / "tokenizer.json"))
+    _write_config(out_dir, {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}, max_length)
+    end = encoding.eot_token
+    return TokenizerInfo(encoding.n_vocab, end, end, end)
+
+
+def _random_text(encoding: Any, rng: random.Random) -> str:
+    ids = [rng.randrange(encoding.n_vocab - 1) for _ in range(rng.randrange(40))]
+    return encoding.decode(ids).replace("\ufffd", rng.choice(" \n\u00df\u4e2d'\U0001f600"))
+
+
+def _write_config(out_dir: Path, tokens: dict[str, str], max_length: int) -> None:
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **tokens,
+        "split_special_tokens": True,  # text that looks like a special token is text, as it was in training
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": max_length,
+    }
+    (out_dir / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
 def _convert_sentencepiece(source: Path, out_dir: Path, max_length: int) -> TokenizerInfo:
     proto = parse_model(source.read_bytes(), str(source))
     _require_exact(source, proto)
@@ -91,17 +132,8 @@ def _convert_sentencepiece(source: Path, out_dir: Path, max_length: int) -> Toke
     tokenizer.save(str(out_dir / "tokenizer.json"))
     shutil.copyfile(source, out_dir / "tokenizer.model")
     spec = proto.trainer_spec
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "unk_token": spec.unk_piece,
-        "bos_token": spec.bos_piece,
-        "eos_token": spec.eos_piece,
-        "pad_token": spec.eos_piece,
-        "split_special_tokens": True,  # text that looks like a special token is text, as in sentencepiece
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": max_length,
-    }
-    (out_dir / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    names = {"unk_token": spec.unk_piece, "bos_token": spec.bos_piece}
+    _write_config(out_dir, {**names, "eos_token": spec.eos_piece, "pad_token": spec.eos_piece}, max_length)
     return TokenizerInfo(len(proto.pieces), spec.bos_id, spec.eos_id, spec.eos_id)
 
 

@@ -1,8 +1,8 @@
 """The one table that maps Megatron's tensors to Hugging Face's and back.
 
 `table(model)` lists, for every full (unsharded) Megatron tensor, the Hugging Face tensors that it holds and how it is
-cut into them. Both directions read the same rows, so a round trip is bit-exact. Nothing is copied unless a
-tensor is really rearranged; both directions yield tensor by tensor.
+cut into them. Both directions read the same rows, so a round trip is bit-exact. Tensors are only indexed, and one
+after the other, so that they may lie in a file; nothing is copied unless it is really rearranged.
 
 Shape legend: H heads, d head size, L layers, W vocabulary, E gating embedding.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,39 +19,72 @@ from torch import Tensor
 from egmla_megatron.config.schema import ModelConfig
 from egmla_megatron.errors import UserError
 
-__all__ = ["HALVES", "LAYER_COLUMNS", "QKV_HEADS", "WHOLE", "Row", "Split", "from_hf_tensors", "table", "to_hf_tensors"]
+__all__ = [
+    "HALVES",
+    "LAYER_COLUMNS",
+    "QKV_HEADS",
+    "WHOLE",
+    "Indexable",
+    "Row",
+    "Split",
+    "cut_qkv",
+    "from_hf_tensors",
+    "join_qkv",
+    "require_names",
+    "table",
+    "to_hf_tensors",
+]
 
 NAMED_AT_MOST = 4  # tensors listed in an error message
 
 
+class Indexable(Protocol):
+    """What a tensor and one that still lies in a file have in common."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+    def __getitem__(self, index: Any, /) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class Split:
-    """How one Megatron tensor is cut into Hugging Face tensors, and the inverse."""
+    """How one Megatron tensor is cut into Hugging Face tensors, and the inverse.
+
+    cut: reads one part after the other.
+    """
 
     name: str
-    cut: Callable[[Tensor, ModelConfig], Sequence[Tensor]]
+    cut: Callable[[Indexable, ModelConfig], Iterator[Tensor]]
     join: Callable[[Sequence[Tensor], ModelConfig], Tensor]
 
 
-def _join_qkv(parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
+def join_qkv(parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
     """q, k, v of [H * d, ...] -> [H * 3 * d, ...] in the order q, k, v within each head."""
     heads = [part.unflatten(0, (model.num_attention_heads, -1)) for part in parts]
     return torch.stack(heads, dim=1).flatten(0, 2)
 
 
-def _cut_qkv(tensor: Tensor, model: ModelConfig) -> Sequence[Tensor]:
+def cut_qkv(tensor: Indexable, model: ModelConfig) -> Iterator[Tensor]:
     """[H * 3 * d, ...] -> q, k, v of [H * d, ...]."""
-    heads = tensor.unflatten(0, (model.num_attention_heads, 3, -1))
-    return [heads[:, index].flatten(0, 1) for index in range(3)]
+    heads = tensor[:].unflatten(0, (model.num_attention_heads, 3, -1))
+    return (heads[:, index].flatten(0, 1) for index in range(3))
 
 
-WHOLE = Split("whole", lambda tensor, model: [tensor], lambda parts, model: parts[0])
-HALVES = Split("halves", lambda tensor, model: tensor.chunk(2, dim=0), lambda parts, model: torch.cat(tuple(parts)))
-QKV_HEADS = Split("qkv_heads", _cut_qkv, _join_qkv)
-# [W, L, E] <-> L times [W, E]
-LAYER_COLUMNS = Split(
-    "layer_columns", lambda tensor, model: tensor.unbind(dim=1), lambda parts, model: torch.stack(tuple(parts), dim=1)
-)
+def _cut_halves(tensor: Indexable, model: ModelConfig) -> Iterator[Tensor]:
+    middle = tensor.shape[0] // 2
+    return (tensor[part] for part in (slice(0, middle), slice(middle, 2 * middle)))
+
+
+def _cut_columns(tensor: Indexable, model: ModelConfig) -> Iterator[Tensor]:
+    """[W, L, E] -> L times [W, E]."""
+    return (tensor[:, layer] for layer in range(tensor.shape[1]))
+
+
+WHOLE = Split("whole", lambda tensor, model: iter([tensor[:]]), lambda parts, model: parts[0])
+HALVES = Split("halves", _cut_halves, lambda parts, model: torch.cat(tuple(parts)))
+QKV_HEADS = Split("qkv_heads", cut_qkv, join_qkv)
+LAYER_COLUMNS = Split("layer_columns", _cut_columns, lambda parts, model: torch.stack(tuple(parts), dim=1))
 
 
 @dataclass(frozen=True)
@@ -62,16 +96,20 @@ class Row:
     split: Split = WHOLE
 
 
-def _attention_rows(model: ModelConfig) -> Iterator[Row]:
-    """Rows of one latent-attention layer, names relative to self_attention / self_attn."""
+def _attention_rows(model: ModelConfig, leads: bool) -> Iterator[Row]:
+    """Rows of one latent-attention layer, names relative to self_attention / self_attn.
+
+    leads: the layer has the latent of its group of `kv_group_size` layers; the others read it.
+    """
     if model.q_lora_rank:
         yield Row("linear_q_down_proj.weight", ("q_a_proj.weight",))
         yield Row("q_layernorm.weight", ("q_a_layernorm.weight",))
         yield Row("linear_q_up_proj.weight", ("q_b_proj.weight",))
     else:
         yield Row("linear_q_proj.weight", ("q_proj.weight",))
-    yield Row("linear_kv_down_proj.weight", ("kv_a_proj_with_mqa.weight",))
-    yield Row("kv_layernorm.weight", ("kv_a_layernorm.weight",))
+    if leads:
+        yield Row("linear_kv_down_proj.weight", ("kv_a_proj_with_mqa.weight",))
+        yield Row("kv_layernorm.weight", ("kv_a_layernorm.weight",))
     if model.gated:
         yield Row("linear_kv_up_proj.up.weight", ("kv_b_proj.weight",))
         yield Row("linear_kv_up_proj.gate_proj_weight", ("gate_proj.weight",))
@@ -83,10 +121,10 @@ def _attention_rows(model: ModelConfig) -> Iterator[Row]:
     yield Row("linear_proj.weight", ("o_proj.weight",))
 
 
-def _mla_layer(model: ModelConfig) -> Iterator[Row]:
+def _mla_layer(model: ModelConfig, layer: int) -> Iterator[Row]:
     """Rows of one layer, names relative to the layer."""
     yield Row("input_layernorm.weight", ("input_layernorm.weight",))
-    for row in _attention_rows(model):
+    for row in _attention_rows(model, layer % model.kv_group_size == 0):
         yield Row(f"self_attention.{row.mcore}", tuple(f"self_attn.{name}" for name in row.hf), row.split)
     yield Row("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",))
     yield Row("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), HALVES)
@@ -115,7 +153,7 @@ def table(model: ModelConfig) -> Iterator[Row]:
         tables = tuple(f"model.layers.{layer}.self_attn.gate_embed.weight" for layer in range(model.num_layers))
         yield Row("gate_table.weight", tables, LAYER_COLUMNS)
     for layer in range(model.num_layers):
-        for row in _mha_layer() if mha else _mla_layer(model):
+        for row in _mha_layer() if mha else _mla_layer(model, layer):
             hf = tuple(f"model.layers.{layer}.{name}" for name in row.hf)
             yield Row(f"decoder.layers.{layer}.{row.mcore}", hf, row.split)
     yield Row("decoder.final_layernorm.weight", ("model.norm.weight",))
@@ -125,7 +163,7 @@ def table(model: ModelConfig) -> Iterator[Row]:
         yield Row("output_layer.weight", ("lm_head.weight",))
 
 
-def _require_names(side: str, got: Mapping[str, Tensor], expected: set[str]) -> None:
+def require_names(side: str, got: Mapping[str, object], expected: set[str]) -> None:
     """Missing and unmapped tensors are the user's error: another architecture or an incomplete checkpoint."""
     problems = []
     for what, names in (("missing", expected - got.keys()), ("unmapped", got.keys() - expected)):
@@ -140,30 +178,38 @@ def _require_names(side: str, got: Mapping[str, Tensor], expected: set[str]) -> 
         )
 
 
-def to_hf_tensors(mcore: Mapping[str, Tensor], model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """Full Megatron tensors -> (Hugging Face name, tensor), one after the other.
+def to_hf_tensors(
+    mcore: Mapping[str, Indexable], model: ModelConfig, rows: Sequence[Row] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Full Megatron tensors -> (Hugging Face name, tensor), one after the other; rows: `table(model)` unless given.
 
     Raises UserError when a tensor is missing, unmapped or cannot be cut. A tied head is not yielded.
     """
-    rows = list(table(model))
-    _require_names("Megatron", mcore, {row.mcore for row in rows})
+    rows = list(table(model)) if rows is None else rows
+    require_names("Megatron", mcore, {row.mcore for row in rows})
     for row in rows:
-        tensor = mcore[row.mcore]
-        try:
-            parts = row.split.cut(tensor, model)
-        except (RuntimeError, IndexError) as error:
-            raise UserError(f"{row.mcore}: shape {tuple(tensor.shape)} cannot be cut by {row.split.name}") from error
-        if len(parts) != len(row.hf):
-            raise UserError(
-                f"{row.mcore}: got {len(parts)} parts from shape {tuple(tensor.shape)}, allowed {len(row.hf)}; "
-                "give the configuration that the weights were made with"
-            )
-        yield from zip(row.hf, parts, strict=True)
+        yield from _cut(mcore[row.mcore], row, model)
 
 
-def from_hf_tensors(hf: Mapping[str, Tensor], model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+def _cut(tensor: Indexable, row: Row, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    shape = tuple(tensor.shape)
+    if row.split is LAYER_COLUMNS and (len(shape) != 3 or shape[1] != len(row.hf)):
+        parts = shape[1] if len(shape) == 3 else 0
+        raise UserError(
+            f"{row.mcore}: got {parts} parts from shape {shape}, allowed {len(row.hf)}; "
+            "give the configuration that the weights were made with"
+        )
+    try:
+        yield from zip(row.hf, row.split.cut(tensor, model), strict=True)
+    except (RuntimeError, IndexError) as error:
+        raise UserError(f"{row.mcore}: shape {shape} cannot be cut by {row.split.name}") from error
+
+
+def from_hf_tensors(
+    hf: Mapping[str, Tensor], model: ModelConfig, rows: Sequence[Row] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Hugging Face tensors -> (Megatron name, full tensor), one after the other; the inverse of `to_hf_tensors`."""
-    rows = list(table(model))
-    _require_names("Hugging Face", hf, {name for row in rows for name in row.hf})
+    rows = list(table(model)) if rows is None else rows
+    require_names("Hugging Face", hf, {name for row in rows for name in row.hf})
     for row in rows:
         yield row.mcore, row.split.join([hf[name] for name in row.hf], model)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["canonical_name", "global_names", "unsharded_weights"]
+__all__ = ["canonical_name", "global_names", "stored_name", "unsharded_weights"]
 
 EMBEDDING = "embedding.word_embeddings.weight"
 # Transformer Engine fuses a norm into the linear layer behind it; the plain layers keep it apart
@@ -21,6 +21,17 @@ def canonical_name(name: str) -> str:
     """The name that the plain torch layers give the same parameter."""
     for fused, plain in FUSED_NORMS.items():
         name = name.replace(fused, plain)
+    return name
+
+
+def stored_name(name: str, attention: str) -> str:
+    """Inverse of `canonical_name`, for a name behind the layer's number: checkpoints use the fused layers' names.
+
+    attention: model.attention; only MHA has a linear layer behind the input norm that Transformer Engine fuses.
+    """
+    for fused, plain in FUSED_NORMS.items():
+        if name.startswith(plain) and (attention == "mha" or plain != "input_layernorm."):
+            return fused + name.removeprefix(plain)
     return name
 
 

@@ -88,10 +88,18 @@ def _is_complete(plan: Plan, options: Options) -> bool:
     same = manifest is not None and wanted.items() <= manifest["preprocess"].items()
     if same and (folder.exists() or options.shards > 1):
         return True
-    if found and not options.overwrite and not (folder / MOVING).exists():
+    if found and not options.overwrite and not _was_moving(folder, options):
         files = ", ".join(f"{prefix}.*" for prefix in found)
         raise UserError(f"--output-prefix: {files} exist, expected nothing there; use --overwrite or another prefix")
     return False
+
+
+def _was_moving(folder: Path, options: Options) -> bool:
+    """True when a run with the same merge settings was killed while it put these outputs into place."""
+    try:
+        return json.loads((folder / MOVING).read_text(encoding="utf-8")) == merge_settings(options)
+    except (FileNotFoundError, ValueError):
+        return False
 
 
 def _prepare(plan: Plan, options: Options, folder: Path) -> None:

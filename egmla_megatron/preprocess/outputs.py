@@ -26,7 +26,8 @@ from egmla_megatron.preprocess.select import Catalogue, Selection, load_catalogu
 
 __all__ = ["MOVING", "merge_parts", "merge_settings", "prefix_of", "written_prefixes"]
 
-MOVING = "moving"  # this file in the folder of parts says: outputs are being renamed, old ones may be gone
+MOVING = "moving"  # this file in the folder of parts says: outputs are being renamed, old ones may be gone; it holds
+# the merge settings that they are of
 BLOCK_TOKENS = 8192  # a micro-batch's worth: distinct ids among so many decide the cost of the gating tables
 _SAMPLED_BLOCKS = 256
 
@@ -76,7 +77,7 @@ def merge_parts(
     manifests = {}
     for split, output in _outputs(options, catalogue, chosen).items():
         manifests[split] = _write(plan, folder, catalogue, output, split, shared, progress)
-    (folder / MOVING).touch()
+    (folder / MOVING).write_text(json.dumps(merge_settings(options)), encoding="utf-8")
     for old in written_prefixes(options.output):
         Path(f"{old}.json").unlink(missing_ok=True)
     written = {prefix_of(options.output, split) for split in manifests}

@@ -112,7 +112,7 @@ def _read(plan: Plan, piece: Slice, ledger: Ledger) -> Iterator[TokenRows | Text
         if source.format == "parquet":
             yield from read_parquet.read_groups(name, kind, column, cluster, piece.start, piece.stop, ledger)
         elif source.format == "jsonl":
-            yield from read_jsonl.read_lines(name, kind, column, piece.start, piece.stop or None, ledger)
+            yield from read_jsonl.read_lines(name, kind, column, cluster, piece.start, piece.stop or None, ledger)
         elif source.format == "txt":
             yield from read_text.read_file(name, ledger)
         else:

@@ -35,7 +35,7 @@ def open_lines(path: Path) -> BinaryIO:
 
 
 def inspect(path: Path, columns: Columns) -> tuple[Kind, str, str]:
-    """(kind, column, cluster column) from the first row that is not blank, can be read and has a value.
+    """(kind, column, cluster column) from the first row that is not blank, can be read and has a value without holes.
 
     Lines that cannot be read are faults of their own when the rows are read; only a file of nothing else is unreadable.
     """
@@ -46,6 +46,9 @@ def inspect(path: Path, columns: Columns) -> tuple[Kind, str, str]:
                 row = _parse(line) if line.strip() else {}
                 if isinstance(row, str):
                     damaged = damaged or f"{path}, line {number}: {row}"
+                    continue
+                if any(type(value) is list and None in value for value in map(row.get, (columns.tokens, columns.text))):
+                    damaged = damaged or f"{path}, line {number}: got a list with null, expected whole numbers"
                     continue
                 values = {key: _type_of(value) for key, value in row.items() if value is not None and value != []}
                 if values.keys() & {columns.tokens, columns.text}:
@@ -92,9 +95,12 @@ class _Batch:
 
 
 def read_lines(
-    path: str, kind: Kind, column: str, start: int, stop: int | None, ledger: Ledger
+    path: str, kind: Kind, column: str, cluster: str, start: int, stop: int | None, ledger: Ledger
 ) -> Iterator[TokenRows | TextRows]:
-    """Batches of the lines that begin in the bytes start to stop - 1 of the (decompressed) file; None: to its end."""
+    """Batches of the lines that begin in the bytes start to stop - 1 of the (decompressed) file; None: to its end.
+
+    cluster: name of the cluster column, "": the first row has none, so what others have must not be a number.
+    """
     batch, number, position = _Batch(), 0, start
     try:
         with open_lines(Path(path)) as lines:
@@ -106,7 +112,7 @@ def read_lines(
                 if not line:
                     break
                 number, position = number + 1, position + len(line)
-                problem = _add(batch, line, number, kind, column, ledger)
+                problem = _add(batch, line, number, kind, column, bool(cluster), ledger)
                 if problem:
                     ledger.fault(_Lines(path, start)(number), problem)
                 if batch.full:
@@ -118,7 +124,9 @@ def read_lines(
         yield _rows(batch, kind, path, start)
 
 
-def _add(batch: _Batch, line: bytes, number: int, kind: Kind, column: str, ledger: Ledger) -> str:
+def _add(
+    batch: _Batch, line: bytes, number: int, kind: Kind, column: str, strict_clusters: bool, ledger: Ledger
+) -> str:
     """Takes one line in; returns what is wrong with it, or nothing."""
     if not line.strip():
         return ""
@@ -126,9 +134,11 @@ def _add(batch: _Batch, line: bytes, number: int, kind: Kind, column: str, ledge
     row = _parse(line)
     if isinstance(row, str):
         return row
-    cluster = row.get(CLUSTER)
-    if isinstance(cluster, int) and not -(2**63) <= cluster < 2**63:
-        return f"{CLUSTER!r} holds {cluster}, expected a whole number of at most 63 bits"
+    number_of_cluster = row.get(CLUSTER)
+    if number_of_cluster is None or (not strict_clusters and type(number_of_cluster) is not int):
+        number_of_cluster = NO_CLUSTER
+    elif type(number_of_cluster) is not int or not NO_CLUSTER < number_of_cluster < 2**63:
+        return f"{CLUSTER!r} holds {number_of_cluster!r}, expected a whole number of at most 63 bits"
     if column not in row:
         return f"got keys {', '.join(row) or 'none'}, expected {column!r}"
     value = row[column]
@@ -148,7 +158,7 @@ def _add(batch: _Batch, line: bytes, number: int, kind: Kind, column: str, ledge
         except (TypeError, OverflowError):
             return f"{column!r} holds {_type_of(value)}, expected a list of whole numbers of at most 63 bits"
         batch.lengths.append(len(value))
-    batch.clusters.append(cluster if type(cluster) is int else NO_CLUSTER)
+    batch.clusters.append(number_of_cluster)
     batch.numbers.append(number)
     return ""
 

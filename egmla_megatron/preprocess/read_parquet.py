@@ -105,7 +105,7 @@ def _clusters(array: Any, count: int) -> np.ndarray:
     """Cluster ids as int64, NO_CLUSTER for nulls."""
     if array is None:
         return np.full(count, NO_CLUSTER, np.int64)
-    return np.where(_valid(array), _numbers(array), NO_CLUSTER).astype(np.int64)
+    return np.where(_valid(array), _numbers(array).astype(np.int64), NO_CLUSTER)
 
 
 # Arrow's own to_numpy imports pandas, which costs every worker a second or more and 100 MB.

@@ -13,7 +13,7 @@ from egmla_megatron.errors import UserError
 
 __all__ = ["MAX_EXAMPLES", "NO_CLUSTER", "Ledger", "Place", "TextRows", "TokenRows"]
 
-NO_CLUSTER = -1
+NO_CLUSTER = -(2**63)  # the id that no reader lets in; -1 is what some clusterings call noise
 MAX_EXAMPLES = 10  # faults quoted per part
 
 Place = Callable[[int], str]  # number of a row within its batch -> "file, line 7"

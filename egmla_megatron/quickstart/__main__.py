@@ -90,22 +90,16 @@ def _export(out: Path, data: QuickstartData) -> tuple[Path, float, list[str]]:
     """(Hugging Face folder, largest difference of its logits to megatron-core's, three continuations)."""
     import torch
 
-    from egmla_megatron.checkpoint.load import read_full_weights
-    from egmla_megatron.convert.command import convert_to_hf
-    from egmla_megatron.convert.megatron_logits import megatron_logits
-    from egmla_megatron.convert.to_hf import verify_hf
+    from egmla_megatron.convert.command import Export, convert_to_hf
     from egmla_megatron.inference.generate import Sampling, generate, load_exported
 
-    weights, model, manifest = read_full_weights(out / "run")
-    facts = {"optimizer steps": f"{manifest.step:,}", "training tokens": f"{manifest.consumed_tokens:,}"}
     hf_dir = out / "run" / "hf"
-    convert_to_hf(weights, model, facts, hf_dir, dtype_name="fp32", tokenizer=str(data.tokenizer))
+    compared = convert_to_hf(out / "run", hf_dir, Export(tokenizer=str(data.tokenizer), verify=True))
+    assert compared is not None
     exported, tokenizer = load_exported(hf_dir, dtype=torch.float32)
     texts = generate(exported, tokenizer, PROMPTS, Sampling(max_new_tokens=48))
     samples = [prompt + continuations[0] for prompt, continuations in zip(PROMPTS, texts, strict=True)]
-    ids_BS = torch.randint(model.vocab_size, (2, 128), generator=torch.Generator().manual_seed(0))
-    expected = megatron_logits(out / "run", ids_BS)
-    return hf_dir, verify_hf(hf_dir, lambda _: expected, ids_BS)["max_abs"], samples
+    return hf_dir, compared.max_abs, samples
 
 
 def _result(out: Path, extra: list[str]) -> dict[str, Any]:

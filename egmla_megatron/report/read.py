@@ -15,7 +15,7 @@ from egmla_megatron.config.load import load_config
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.errors import UserError
 
-__all__ = ["RunMetrics", "read_run"]
+__all__ = ["RunMetrics", "evaluation_at", "read_run"]
 
 Record = dict[str, Any]
 
@@ -74,6 +74,16 @@ def read_run(run_dir: str | Path) -> RunMetrics:
     if not metrics.steps:
         raise UserError(f"nothing to report in {path}: got no finished step; wait for the run's first step")
     return metrics
+
+
+def evaluation_at(run_dir: str | Path, step: int) -> Record | None:
+    """The newest evaluation of a run at or before `step`; None when there is none, or no metrics.jsonl."""
+    try:
+        metrics = read_run(run_dir)
+    except UserError:  # no metrics, or none yet
+        return None
+    evals = [record for record in metrics.evals if record["step"] <= step]
+    return evals[-1] if evals else None
 
 
 def _parse(line: str) -> Record | None:

@@ -19,6 +19,8 @@ def check_same_order(cfg: RunConfig, path: Path, manifest: Manifest) -> None:
     Raises:
         UserError: names what changed since the checkpoint `path`.
     """
+    if manifest.weights_only:
+        return
     before = manifest.config
     _refuse_change("run.seed", before["run"]["seed"], cfg.run.seed, path)
     then, now = ([Path(entry).name for entry in entries] for entries in (before["data"]["train"], cfg.data.train))

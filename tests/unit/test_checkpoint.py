@@ -14,14 +14,18 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from torch import Tensor
 
 from egmla_megatron.checkpoint.load import _read, load_checkpoint, read_full_weights
+from egmla_megatron.checkpoint.manifest import read_manifest
 from egmla_megatron.checkpoint.save import Saver
 from egmla_megatron.checkpoint.state import model_state
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.config.to_mcore import ddp_config
+from egmla_megatron.convert.command import Export, convert_to_hf
+from egmla_megatron.convert.from_hf import import_hf
 from egmla_megatron.errors import UserError
 from egmla_megatron.model.build import build_model
 from egmla_megatron.model.names import global_names
 from egmla_megatron.train.optimizer import build_optimizer, build_schedule, wrap_ddp
+from egmla_megatron.train.resume import check_same_order
 from egmla_megatron.train.step import train_step
 from tests.tiny import random_batches, tiny_model, tiny_run
 
@@ -143,6 +147,31 @@ def steps_counted(run: Run) -> set[float]:
     """What AdamW believes about the number of steps, which decides its bias correction."""
     inner = [each.optimizer for each in getattr(run.optimizer, "chained_optimizers", [run.optimizer])]
     return {float(state["step"]) for each in inner for state in each.state.values()}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_weights_alone_start_a_fresh_optimizer(world: Any, tmp_path: Path, precision: str) -> None:
+    """By way of Hugging Face; batch, data and optimizer are the new run's own."""
+    train = {"precision": precision}
+    trained = Run(world, tiny_run(folder=str(tmp_path), optimizer={"distributed": False}, train=train))
+    trained.take(2)
+    folder = tmp_path / "hf"
+    convert_to_hf(trained.save(), folder, Export())
+    path = import_hf(folder, tmp_path / "weights", step=5)
+    train |= {"global_batch_size": 2, "seq_length": 8}
+    cfg = tiny_run(folder=str(tmp_path / "new"), optimizer={"distributed": True}, train=train)
+    check_same_order(replace(cfg, run=replace(cfg.run, seed=99)), path, read_manifest(path))
+    fresh = Run(world, cfg)
+    fresh.load(path)
+    assert fresh.done == 5
+    expected = trained.weights()
+    assert [key for key, tensor in fresh.weights().items() if not torch.equal(tensor, expected[key])] == []
+    fresh.take(1)  # from fp32 copies that are those weights: a step of AdamW moves none by more than about lr
+    lr = max(group["lr"] for group in fresh.optimizer.param_groups)
+    moved = {key: (tensor - expected[key]).abs().max().item() for key, tensor in fresh.weights().items()}
+    assert 0 < max(moved.values()) < 4 * lr + 0.01 * (precision == "bf16")
+    with pytest.raises(UserError, match=r"another architecture .*kv_lora_rank"):
+        load_checkpoint(tiny_run(tiny_model(kv_lora_rank=9)), world, fresh.built, fresh.optimizer, path, "")
 
 
 def test_whole_weights_of_a_checkpoint(world: Any, tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_a_wrong_option_is_one_line(
         ("convert_checkpoint", [], "the following arguments are required: command"),
         ("convert_checkpoint", ["to-hf", "a"], "the following arguments are required: dst"),
         ("convert_checkpoint", ["to-hf", "a", "b", "--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
-        ("generate", ["hf"], "the following arguments are required: --prompt"),
+        ("generate", ["hf"], "one of the arguments --prompt --prompts-file is required"),
         ("report", ["--out"], "argument --out: expected one argument"),
     ],
 )

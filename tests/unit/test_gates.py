@@ -15,7 +15,7 @@ from egmla_megatron.attention.sum_by_row import pack_row_map
 from egmla_megatron.convert.hf import attention_egmla, configuration_egmla
 from egmla_megatron.convert.hf.configuration_egmla import EgmlaConfig
 from egmla_megatron.convert.hf.layers_egmla import EgmlaAttention
-from egmla_megatron.convert.hf_config import hf_config
+from egmla_megatron.convert.hf_config import egmla_config, hf_config
 from egmla_megatron.errors import UserError
 from egmla_megatron.model.init import weight_std
 from tests import tiny
@@ -36,7 +36,7 @@ def test_every_gate_is_known_and_the_same_function(gate: Any) -> None:
     model = tiny.tiny_model(gate=gate, gate_norm=False)
     assert weight_std(PROJECTION, model) is not None
     reference = ReferenceAttention(model)
-    exported: Any = EgmlaAttention(EgmlaConfig(**hf_config(model, dtype="float32", token_ids={})), 0)
+    exported: Any = EgmlaAttention(EgmlaConfig(**hf_config(egmla_config(model), dtype="float32", token_ids={})), 0)
     exported.load_state_dict(reference.state_dict())
     latent_BSC, ids_BS = torch.randn(2, 5, model.kv_lora_rank), torch.randint(model.vocab_size, (2, 5))
     normed_BSC = reference.kv_a_layernorm(latent_BSC)

@@ -89,3 +89,19 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
 def test_an_empty_folder_and_an_empty_vocabulary(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"has no tokenizer_config\.json"):
         load_tokenizer(tmp_path)
+
+
+def test_an_export_carries_the_same_tokenizer(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    from egmla_megatron.convert.hf_tokenizer import TokenizerInfo, write_tokenizer_files
+
+    folder = write_files(tmp_path / "gpt2")
+    (tmp_path / "out").mkdir()
+    assert write_tokenizer_files(folder, tmp_path / "out", max_length=64) == TokenizerInfo(264, 263, 263, 263)
+    ours, exported = load_tokenizer(folder), AutoTokenizer.from_pretrained(str(tmp_path / "out"))
+    assert (exported.eos_token_id, exported.pad_token_id, exported.model_max_length) == (263, 263, 64)
+    for text in TEXTS:
+        ids = exported.encode(text, add_special_tokens=False)
+        assert ids == ours.encode(text), text
+        assert exported.decode(ids, skip_special_tokens=True) == text

@@ -12,8 +12,8 @@ import torch
 from egmla_megatron.convert.hf import modeling_egmla
 from egmla_megatron.convert.hf.configuration_egmla import EgmlaConfig
 from egmla_megatron.convert.hf.modeling_egmla import CACHE, EgmlaCache
-from egmla_megatron.convert.hf_config import hf_config
-from egmla_megatron.convert.to_hf import REMOTE_CODE
+from egmla_megatron.convert.hf_config import egmla_config, hf_config
+from egmla_megatron.convert.layouts import LAYOUTS
 from tests.hf_models import BASE, build, generate, ids_of, one_thread
 
 __all__ = ["one_thread"]  # a fixture, used by every test of the file
@@ -23,7 +23,7 @@ __all__ = ["one_thread"]  # a fixture, used by every test of the file
     ("key", "value"), [("gate", "relu"), ("kv_group_size", 2), ("kv_emb_dim", 0), ("qk_rope_head_dim", 3)]
 )
 def test_impossible_configurations_are_named(key: str, value: Any) -> None:
-    config = {**hf_config(BASE, dtype="float32", token_ids={}), key: value}
+    config = {**hf_config(egmla_config(BASE), dtype="float32", token_ids={}), key: value}
     with pytest.raises(ValueError, match=f"{key}: got"):
         EgmlaConfig(**config)
 
@@ -99,13 +99,13 @@ STABLE = {
 
 def test_exported_code_imports_only_names_that_last() -> None:
     folder = Path(modeling_egmla.__file__).parent
-    assert {path.name for path in folder.glob("*.py")} == {*REMOTE_CODE, "__init__.py"}
-    for name in REMOTE_CODE:
+    assert {path.name for path in folder.glob("*.py")} == {*LAYOUTS["egmla"].remote_code, "__init__.py"}
+    for name in LAYOUTS["egmla"].remote_code:
         for node in ast.walk(ast.parse((folder / name).read_text())):
             if isinstance(node, ast.Import):
                 assert {alias.name for alias in node.names} <= {"torch", "math"}, name
             elif isinstance(node, ast.ImportFrom) and node.level:
-                assert f"{node.module}.py" in REMOTE_CODE, name
+                assert f"{node.module}.py" in LAYOUTS["egmla"].remote_code, name
             elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("transformers"):
                 assert {alias.name for alias in node.names} <= STABLE.get(str(node.module), set()), name
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from egmla_megatron.config.schema import ModelConfig
 from egmla_megatron.convert.hf.configuration_egmla import EgmlaConfig
 from egmla_megatron.convert.hf.modeling_egmla import CACHE, EgmlaCache, EgmlaForCausalLM
-from egmla_megatron.convert.hf_config import hf_config
+from egmla_megatron.convert.hf_config import egmla_config, hf_config
 from tests.hf_models import BASE, VARIANTS, build, generate, ids_of, one_thread
 
 __all__ = ["one_thread"]  # a fixture, used by every test of the file
@@ -155,7 +155,7 @@ def test_half_precision_stays_close(dtype: torch.dtype) -> None:
 def test_initial_weights_give_gates_of_unit_scale() -> None:
     torch.manual_seed(0)
     wide = replace(BASE, kv_emb_dim=48, vocab_size=400, gate_table_init_std=0.5)
-    exported: Any = EgmlaForCausalLM(EgmlaConfig(**hf_config(wide, dtype="float32", token_ids={})))
+    exported: Any = EgmlaForCausalLM(EgmlaConfig(**hf_config(egmla_config(wide), dtype="float32", token_ids={})))
     attention = exported.model.layers[0].self_attn
     gates = attention.gate_proj(attention.gate_embed(torch.arange(400)))
     assert abs(attention.gate_embed.weight.std().item() - 0.5) < 0.02

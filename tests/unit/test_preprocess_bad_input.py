@@ -95,6 +95,18 @@ ROW_FAULTS: dict[str, tuple[Make, str, int]] = {
         r"line 2: 'cluster_id' holds 18446744073709551615",
         3,
     ),
+    "cluster of another type": (
+        lambda f: write_lines(
+            f / "x.jsonl", ['{"tokens": [1], "cluster_id": 3}', '{"tokens": [2], "cluster_id": "3"}']
+        ),
+        r"line 2: 'cluster_id' holds '3', expected a whole number",
+        1,
+    ),
+    "null id in the first row": (
+        lambda f: write_lines(f / "x.jsonl", ['{"tokens": [1, null]}', '{"tokens": [2]}']),
+        r"line 1: 'tokens' holds a list of NoneType",
+        1,
+    ),
     "no object": (lambda f: lines_with(f, "[1, 2]"), r"line 2: got a JSON list, expected an object", 3),
 }
 # These never pass: the input as a whole is not what was meant.

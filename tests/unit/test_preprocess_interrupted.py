@@ -105,6 +105,8 @@ def test_killed_at_the_very_end(
             patch.setattr(outputs, "move_into_place", stop_at_second)
             run(tmp_path / "out", *inputs, **OPTIONS)
         assert (tmp_path / "out_val.json").exists() and not (tmp_path / "out.json").exists()
+        with pytest.raises(UserError, match="exist, expected nothing there"):
+            run(tmp_path / "out", *inputs, **{**OPTIONS, "seed": 99})  # others than those that were being moved
         run(tmp_path / "out", *inputs, **OPTIONS)
         assert same_files(tmp_path / "out", whole)
         with monkeypatch.context() as patch, pytest.raises(Killed):

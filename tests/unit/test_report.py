@@ -14,7 +14,7 @@ import pytest
 from egmla_megatron.config.load import dump_yaml, load_config
 from egmla_megatron.errors import UserError
 from egmla_megatron.report.plots import _running_mean
-from egmla_megatron.report.read import read_run
+from egmla_megatron.report.read import evaluation_at, read_run
 from egmla_megatron.report.summary import spread, summarize
 from egmla_megatron.report.write import write_comparison, write_report
 
@@ -61,6 +61,14 @@ def test_a_restart_replaces_what_was_lost(tmp_path: Path) -> None:
     assert max(record["loss"] for record in metrics.steps) < 9
     assert metrics.lost_steps == 4
     assert [record["step"] for record in metrics.restarts] == [8]
+
+
+def test_the_evaluation_of_a_checkpoint(tmp_path: Path) -> None:
+    run = _run(tmp_path / "run", _interrupted())
+    found = [evaluation_at(run, step) for step in (7, 8, 12, 19, 20)]
+    assert [record and record["val_loss"] for record in found] == [None, 8.5, 8.5, 7.5, 7.75]
+    assert evaluation_at(tmp_path, 8) is None
+    assert evaluation_at(_run(tmp_path / "new", [_start(0, None)]), 8) is None
 
 
 def test_steps_beyond_a_restart_leave_the_curve_before_they_are_done_again(tmp_path: Path) -> None:

@@ -76,3 +76,11 @@ class EgmlaConfig(PretrainedConfig):
     def kv_cache_elements_per_token(self) -> int:
         """Latent and rotary key of all layers; the token ids come once per token on top."""
         return self.num_hidden_layers // self.kv_group_size * (self.kv_lora_rank + self.qk_rope_head_dim)
+
+    @property
+    def precomputed_gate_elements(self) -> int:
+        """Elements of all finished gates after `precompute_gates` of the model."""
+        if self.gate == "none":
+            return 0
+        per_token = self.num_attention_heads * (self.qk_nope_head_dim + self.v_head_dim)
+        return self.num_hidden_layers * self.vocab_size * per_token

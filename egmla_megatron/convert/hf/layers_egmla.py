@@ -19,6 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .attention_egmla import GATES, attend, rotate_pairs
 from .configuration_egmla import EgmlaConfig
+from .gates_egmla import EgmlaFinishedGates
 
 __all__ = ["EgmlaAttention", "EgmlaDecoderLayer", "EgmlaGateProjection", "EgmlaGateTable", "EgmlaMLP", "EgmlaRMSNorm"]
 
@@ -52,6 +53,7 @@ class EgmlaAttention(nn.Module):
     def __init__(self, config: EgmlaConfig, layer_idx: int):
         super().__init__()
         self.config = config
+        self.layer_idx = layer_idx
         self.cache_idx = layer_idx // config.kv_group_size
         self.heads = config.num_attention_heads
         self.scaling = 1 / math.sqrt(config.qk_head_dim)
@@ -70,6 +72,7 @@ class EgmlaAttention(nn.Module):
             if config.gate not in GATES:
                 raise ValueError(f"gate: got {config.gate!r}, allowed none, {', '.join(GATES)}")
             self.combine = GATES[config.gate]
+            self.finished_gates: EgmlaFinishedGates | None = None  # see precompute_gates
             self.gate_embed = EgmlaGateTable(config.vocab_size, config.kv_emb_dim)
             self.gate_proj = EgmlaGateProjection(config.kv_emb_dim, kv_dim, bias=False)
             if config.gate_norm:
@@ -87,18 +90,32 @@ class EgmlaAttention(nn.Module):
         q_BHSN, q_BHSR = q_BHSP.split([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
         return torch.cat((q_BHSN, rotate_pairs(q_BHSR, angles_BSr)), dim=-1)
 
-    def expand(self, latent_BTC, rope_key_BTR, ids_BT):
+    def precompute_gates(self, on_host):
+        """Puts finished gates in the place of table and projection; returns them."""
+        self.finished_gates = EgmlaFinishedGates(self.gate_embed, self.gate_proj, on_host)
+        del self.gate_embed, self.gate_proj
+        return self.finished_gates
+
+    def gates(self, ids_BT, fetch):
+        """Gates [B, T, U] of tokens: computed, looked up, or fetched from host memory."""
+        if fetch is not None:
+            return fetch.take(self.layer_idx)
+        if self.finished_gates is not None:
+            return self.finished_gates(ids_BT)
+        return self.gate_proj(self.gate_embed(ids_BT))
+
+    def expand(self, latent_BTC, rope_key_BTR, ids_BT, fetch=None):
         """Gated keys [B, H, T, P] and values [B, H, T, V] of every cached token."""
         config = self.config
         kv_BTU = self.kv_b_proj(latent_BTC)
         if config.gate != "none":
-            kv_BTU = self.combine(kv_BTU, self.gate_proj(self.gate_embed(ids_BT)))
+            kv_BTU = self.combine(kv_BTU, self.gates(ids_BT, fetch))
             kv_BTU = self.gate_norm(kv_BTU) if config.gate_norm else kv_BTU
         kv_BHTu = kv_BTU.unflatten(-1, (self.heads, -1)).transpose(1, 2)
         k_BHTN, v_BHTV = kv_BHTu.split([config.qk_nope_head_dim, config.v_head_dim], dim=-1)
         return torch.cat((k_BHTN, rope_key_BTR.unsqueeze(1).expand(-1, self.heads, -1, -1)), dim=-1), v_BHTV
 
-    def forward(self, hidden_BSD, ids_BS, angles_BSr, attention_mask=None, cache=None, with_weights=False):
+    def forward(self, hidden_BSD, ids_BS, angles_BSr, attention_mask=None, cache=None, with_weights=False, fetch=None):
         config = self.config
         down_BSd = self.kv_a_proj_with_mqa(hidden_BSD)
         latent, rope_key = down_BSd.split([config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
@@ -107,7 +124,7 @@ class EgmlaAttention(nn.Module):
         if cache is not None:
             latent, rope_key = cache.update(latent, rope_key, self.cache_idx)
             ids_BT = cache.token_ids_BT
-        k_BHTP, v_BHTV = self.expand(latent, rope_key, ids_BT)
+        k_BHTP, v_BHTV = self.expand(latent, rope_key, ids_BT, fetch)
         dropout = config.attention_dropout if self.training else 0.0
         q_BHSP = self.query(hidden_BSD, angles_BSr)
         out_BSHV, weights = attend(q_BHSP, k_BHTP, v_BHTV, attention_mask, self.scaling, dropout, with_weights)
@@ -137,9 +154,9 @@ class EgmlaDecoderLayer(GradientCheckpointingLayer):
         self.post_attention_layernorm = EgmlaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = EgmlaMLP(config)
 
-    def forward(self, hidden_BSD, ids_BS, angles_BSr, attention_mask=None, cache=None, with_weights=False):
+    def forward(self, hidden_BSD, ids_BS, angles_BSr, attention_mask=None, cache=None, with_weights=False, fetch=None):
         attended, weights = self.self_attn(
-            self.input_layernorm(hidden_BSD), ids_BS, angles_BSr, attention_mask, cache, with_weights
+            self.input_layernorm(hidden_BSD), ids_BS, angles_BSr, attention_mask, cache, with_weights, fetch
         )
         hidden_BSD = hidden_BSD + attended
         return hidden_BSD + self.mlp(self.post_attention_layernorm(hidden_BSD)), weights

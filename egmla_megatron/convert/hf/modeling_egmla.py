@@ -17,6 +17,7 @@ from transformers.modeling_utils import PreTrainedModel
 from .attention_egmla import causal_mask, packed_sequences, rotary_angles
 from .cache_egmla import EgmlaCache
 from .configuration_egmla import EgmlaConfig
+from .gates_egmla import EgmlaFinishedGates, EgmlaGateFetch
 from .layers_egmla import EgmlaDecoderLayer, EgmlaGateProjection, EgmlaGateTable, EgmlaRMSNorm
 
 __all__ = ["EgmlaCache", "EgmlaForCausalLM", "EgmlaModel", "EgmlaPreTrainedModel", "EgmlaRMSNorm"]
@@ -50,6 +51,64 @@ class EgmlaPreTrainedModel(PreTrainedModel):
         else:
             super()._init_weights(module)
 
+    @classmethod
+    def from_pretrained(cls, *args, output_loading_info=False, **kwargs):
+        """As the library's, but weights that do not fit config.json are an error, not a warning and random values."""
+        strict = not kwargs.pop("ignore_mismatched_sizes", False)
+        model, info = super().from_pretrained(*args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs)
+        if strict:
+            refuse_keys("{} tensors have other shapes than", {describe(entry) for entry in info["mismatched_keys"]})
+            tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+            without_head = {"lm_head.weight"} if isinstance(model, EgmlaModel) else set()
+            refuse_keys("{} tensors are missing for", set(info["missing_keys"]) - tied)
+            refuse_keys("{} tensors have no place in", set(info["unexpected_keys"]) - without_head)
+        return (model, info) if output_loading_info else model
+
+    def save_pretrained(self, *args, **kwargs):
+        if self.base_model.precomputed:
+            raise ValueError("precomputed gates cannot be saved as weights; save the model before precompute_gates")
+        return super().save_pretrained(*args, **kwargs)
+
+    def precompute_gates(self, on_host=False):
+        """EG-MLA-A: computes every layer's gates for the whole vocabulary once and drops tables and projections.
+
+        Outputs stay the same; generation then looks gates up instead of multiplying. Costs
+        `config.precomputed_gate_elements` elements in the weights' dtype: 1.9 GB for EG-MLA-Base, 9.9 GB for the 1.2B
+        model in bf16. on_host: keep them in host memory; rows of the distinct ids in use are copied to the device one
+        layer ahead. Call it last: behind it the model can neither be trained nor saved.
+
+        Returns:
+            Bytes of the gates.
+        """
+        base = self.base_model
+        if self.config.gate == "none":
+            raise ValueError("precompute_gates: this model has no gates")
+        if base.precomputed:
+            raise ValueError("precompute_gates: was called before")
+        if self.training:
+            raise ValueError("precompute_gates: got a model in training mode, allowed evaluation mode; call eval()")
+        gates = [layer.self_attn.precompute_gates(on_host) for layer in base.layers]
+        base.precomputed = gates
+        return sum(each.table_WU.nbytes for each in gates)
+
+
+def describe(entry):
+    """A tensor whose shape does not fit: some releases give (name, its shape, the model's), some the name."""
+    if isinstance(entry, str):
+        return entry
+    name, stored, expected = entry
+    return f"{name} {tuple(stored)}, not {tuple(expected)}"
+
+
+def refuse_keys(what, names):
+    """An error that names the first tensors."""
+    if names:
+        shown = ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        raise ValueError(
+            f"{what.format(len(names))} the model that config.json describes: {shown}; use the config.json that was "
+            "exported with the weights (ignore_mismatched_sizes=True loads them all the same)"
+        )
+
 
 class EgmlaModel(EgmlaPreTrainedModel):
     """Embedding, blocks and final norm."""
@@ -60,6 +119,7 @@ class EgmlaModel(EgmlaPreTrainedModel):
         self.layers = nn.ModuleList(EgmlaDecoderLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = EgmlaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.gradient_checkpointing = False
+        self.precomputed: list[EgmlaFinishedGates] = []  # see precompute_gates
         self.post_init()
 
     def _cache(self, cache, use_cache):
@@ -80,6 +140,14 @@ class EgmlaModel(EgmlaPreTrainedModel):
         if kind not in ("sdpa", "eager"):
             raise ValueError(f"attn_implementation: got {kind!r}, allowed sdpa, eager")
         return kind == "eager" or output_attentions
+
+    def _fetch(self, ids_BT):
+        """What brings precomputed gates from host memory, where they lie there."""
+        if not self.precomputed:
+            return None
+        if self.training:
+            raise ValueError("precomputed gates cannot be trained; load the model again")
+        return EgmlaGateFetch(self.precomputed, ids_BT) if self.precomputed[0].on_host else None
 
     def forward(
         self,
@@ -111,10 +179,11 @@ class EgmlaModel(EgmlaPreTrainedModel):
         angles_BSr = rotary_angles(position_ids, self.config.qk_rope_head_dim, self.config.rope_theta)
         if cache is not None:
             cache.append_ids(input_ids)
+        fetch = self._fetch(input_ids if cache is None else cache.token_ids_BT)
         states, attentions = [hidden_BSD], []
         with_weights = self._with_weights(output_attentions)
         for layer in self.layers:
-            hidden_BSD, weights = layer(hidden_BSD, input_ids, angles_BSr, mask, cache, with_weights)
+            hidden_BSD, weights = layer(hidden_BSD, input_ids, angles_BSr, mask, cache, with_weights, fetch)
             states.append(hidden_BSD)
             attentions.append(weights)
         states[-1] = hidden_BSD = self.norm(hidden_BSD)
@@ -167,9 +236,9 @@ class EgmlaForCausalLM(EgmlaPreTrainedModel, GenerationMixin):
         output_attentions=None,
         output_hidden_states=None,
         return_dict=None,
-        cache_position=None,  # older releases count the tokens for the model; the cache knows
         **kwargs,
     ) -> CausalLMOutputWithPast:
+        kwargs.pop("cache_position", None)  # older releases count the tokens for the model; the cache knows
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

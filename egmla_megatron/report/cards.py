@@ -1,0 +1,48 @@
+"""GPUs by name: memory and dense bf16 peak, from the vendor's data sheets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from egmla_megatron.errors import UserError
+
+__all__ = ["CARDS", "USABLE", "Card", "find_card"]
+
+USABLE = 0.94  # of a card's memory: the rest is for CUDA, NCCL and gaps between blocks
+
+
+@dataclass(frozen=True)
+class Card:
+    """One GPU."""
+
+    name: str
+    memory_gib: float  # that a program sees
+    bf16_tflops: float  # dense peak, without sparsity
+
+
+CARDS = {
+    card.name: card
+    for card in (
+        Card("h100", 79.2, 989.0),
+        Card("h200", 139.8, 989.0),
+        Card("a100", 79.2, 312.0),
+        Card("a800", 79.2, 312.0),
+    )
+}
+
+
+def find_card(name: str, memory_gib: float | None, bf16_tflops: float | None) -> Card:
+    """The card of that name; any name with both numbers given.
+
+    Raises:
+        UserError: an unknown name without its numbers.
+    """
+    known = CARDS.get(name.lower())
+    if known is None and (memory_gib is None or bf16_tflops is None):
+        raise UserError(
+            f"--gpu: got {name}, allowed {', '.join(CARDS)}, or any name with --gpu-memory-gib and --gpu-tflops (dense "
+            "bf16 peak); give both"
+        )
+    memory = memory_gib if memory_gib is not None else known.memory_gib  # type: ignore[union-attr]
+    peak = bf16_tflops if bf16_tflops is not None else known.bf16_tflops  # type: ignore[union-attr]
+    return Card(name.lower(), memory, peak)

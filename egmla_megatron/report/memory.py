@@ -1,0 +1,179 @@
+"""Memory of every rank of a training, by part, from the configuration alone.
+
+Fitted to nothing: every number is a tensor that training keeps, and tests compare the sums with what the model really
+saves and what GPUs really held at their peak (`tools/records/README.md`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from egmla_megatron.config.check import Layout
+from egmla_megatron.config.schema import RunConfig
+from egmla_megatron.model.count import count_parameters
+
+__all__ = ["Memory", "memory_per_rank", "unique_fraction", "worst_stage"]
+
+# T tokens of a micro-batch on a rank, U distinct ids among them, h hidden size
+
+# Share of distinct ids among so many tokens of English in GPT-2's vocabulary (107M tokens; powers of two between).
+_UNIQUE = {10: 0.38, 11: 0.32, 12: 0.26, 13: 0.21, 14: 0.18, 15: 0.15, 16: 0.12}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank at the peak of a step, as torch's allocator counts them; CUDA and NCCL hold 1 to 3 GiB more."""
+
+    weights: int  # dense
+    gate_tables: int  # this rank's columns of its layers
+    gradients: int  # of both, as the reductions hold them
+    optimizer: int  # of both: fp32 master weights and two moments
+    activations: int  # saved for backward, of all micro-batches in flight
+    logits: int  # and their gradient; 0 where another moment is the peak
+    temporary: int  # while the peak lasts: gradients of the head, or those of a layer and what it computes again
+
+    @property
+    def total(self) -> int:
+        """Their sum."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+def unique_fraction(tokens: int) -> float:
+    """Expected share of distinct ids among so many tokens of English."""
+    power = math.log2(max(tokens, 1))
+    known = sorted(_UNIQUE)
+    if power <= known[0]:
+        return min(1.0, _UNIQUE[known[0]] + 0.06 * (known[0] - power))
+    if power >= known[-1]:
+        return _UNIQUE[known[-1]] * 0.85 ** (power - known[-1])
+    low = int(power)
+    return _UNIQUE[low] + (power - low) * (_UNIQUE[low + 1] - _UNIQUE[low])
+
+
+def worst_stage(cfg: RunConfig, layout: Layout, *, te: bool, triton: bool) -> tuple[int, Memory]:
+    """(pipeline stage, its memory) that needs most."""
+    stages = [(stage, memory_per_rank(cfg, layout, stage, te=te, triton=triton)) for stage in range(layout.pp)]
+    return max(stages, key=lambda found: found[1].total)
+
+
+def memory_per_rank(cfg: RunConfig, layout: Layout, stage: int, *, te: bool, triton: bool) -> Memory:
+    """Of a rank of one pipeline stage.
+
+    Args:
+        te: layers by Transformer Engine, else by torch.
+        triton: gate and heads by our kernels.
+    """
+    dense, tables = _parameters(cfg, layout, stage)
+    wide = 2 if cfg.train.precision == "bf16" else 4
+    gradient = 2 if cfg.parallel.grad_reduce_dtype == "bf16" else 4
+    state = 12 if cfg.train.precision == "bf16" else 8  # fp32 weights are their own master
+    sharded = cfg.optimizer.distributed
+    dense_share = layout.dp * layout.cp if sharded else 1
+    table_share = layout.gate_data_parallel if sharded else 1
+    layer = _Layer.of(cfg, layout, te=te, triton=triton)
+    in_flight = min(layout.pp - stage, layout.num_microbatches) if layout.pp > 1 else 1
+    saved = layer.saved * layout.layers_per_stage + layer.stage
+    logits, head = _head(cfg, layout, layer.tokens, te=te) if stage == layout.pp - 1 else (0, 0)
+    if logits + head < layer.transient:
+        logits, head = 0, layer.transient
+    return Memory(
+        weights=wide * dense,
+        gate_tables=wide * tables,
+        gradients=gradient * (dense + tables),
+        optimizer=state * dense // dense_share + state * tables // table_share,
+        activations=in_flight * saved,
+        logits=logits,
+        temporary=head,
+    )
+
+
+def _head(cfg: RunConfig, layout: Layout, tokens: int, *, te: bool) -> tuple[int, int]:
+    """Bytes of (logits and their gradient, the head's weight gradient) when backward begins."""
+    wide = 2 if cfg.train.precision == "bf16" else 4
+    count = tokens * cfg.model.vocab_size // layout.tp
+    weight = wide * cfg.model.vocab_size * cfg.model.hidden_size // layout.tp
+    if te and wide == 2:
+        return 2 * wide * count, weight  # the gradient takes the logits' place; times the loss's it is a second copy
+    # the softmax in fp32 becomes the gradient, which is copied to the logits' type where that is another
+    return (4 + wide if wide == 2 else 8) * count, weight
+
+
+def _parameters(cfg: RunConfig, layout: Layout, stage: int) -> tuple[int, int]:
+    """(dense, gating tables) of a rank. Norms and biases count as if they were sharded: they are a ten-thousandth."""
+    parts = dict(count_parameters(cfg.model).by_part)
+    tables = parts.pop("gate_tables", 0) // layout.pp // layout.gate_group
+    ends = {name: parts.pop(name, 0) for name in ("embedding", "position_embedding", "final_norm", "output_head")}
+    dense = sum(parts.values()) // layout.pp
+    first, last = stage == 0, stage == layout.pp - 1
+    if first:
+        dense += ends["embedding"] + ends["position_embedding"]
+    if last:
+        dense += ends["final_norm"] + ends["output_head"]
+        if not first and cfg.model.tie_word_embeddings:
+            dense += ends["embedding"]  # the head's copy
+    return dense // layout.tp, tables
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """Bytes that one micro-batch leaves behind for backward."""
+
+    tokens: int
+    saved: int  # by a layer
+    stage: int  # by the stage, once
+    transient: int  # alive only during the backward of one layer
+
+    @classmethod
+    def of(cls, cfg: RunConfig, layout: Layout, *, te: bool, triton: bool) -> _Layer:
+        model, wide = cfg.model, 2 if cfg.train.precision == "bf16" else 4
+        tokens = cfg.train.micro_batch_size * cfg.train.seq_length // layout.cp
+        part = 1 / layout.tp  # of what is split over heads or columns
+        along = part if cfg.parallel.sequence else 1.0  # of what is split over the sequence, if at all
+        hidden = tokens * model.hidden_size * along
+        # input and output of both norms; what goes into the MLP's second GEMM and what made it
+        rest = 4 * hidden + 3 * tokens * model.intermediate_size * part
+        if not te:  # SiLU is an operation of its own, and two dropouts keep a byte per element even at 0
+            rest += tokens * model.intermediate_size * part + 2 * hidden / wide
+        attention, up = _attention(cfg, layout, tokens, along, te=te, triton=triton)
+        rows = tokens * (unique_fraction(tokens) if cfg.parallel.unique_ids else 1.0) if model.gated else 0.0
+        stack = 2 * rows * layout.layers_per_stage * model.kv_emb_dim  # gate embeddings, and their gradient
+        kept, again = rest + attention + up, 0.0
+        gradients = 3 * tokens * model.intermediate_size * part + 2 * hidden  # of the MLP, which has the largest
+        if cfg.train.recompute == "full":
+            kept, again = hidden, kept
+        elif cfg.train.recompute == "selective":
+            kept, again = rest + attention - _queries(cfg, layout, tokens), up + _queries(cfg, layout, tokens)
+        return cls(tokens, int(wide * kept), int(wide * stack), int(wide * (again + gradients)))
+
+
+def _queries(cfg: RunConfig, layout: Layout, tokens: int) -> float:
+    """Elements of queries, keys and values."""
+    model = cfg.model
+    if model.attention == "mha":
+        return 0.0  # core attention is recomputed, its inputs stay
+    key = model.qk_nope_head_dim + model.qk_rope_head_dim
+    return tokens * model.num_attention_heads / layout.tp * (2 * key + model.v_head_dim)
+
+
+def _attention(
+    cfg: RunConfig, layout: Layout, tokens: int, along: float, *, te: bool, triton: bool
+) -> tuple[float, float]:
+    """Elements of (what attention itself saves, what makes keys and values out of the latent)."""
+    model = cfg.model
+    heads = model.num_attention_heads / layout.tp
+    out = tokens * heads * model.v_head_dim * (1 if te else 2)  # torch's is laid out anew for the next GEMM
+    if model.attention == "mha":
+        return tokens * heads * 3 * model.v_head_dim + out, 0.0
+    latent = tokens * along * (2 * model.kv_lora_rank + model.qk_rope_head_dim + 2 * model.q_lora_rank)
+    kv = heads * (model.qk_nope_head_dim + model.v_head_dim)
+    up = 0.0
+    if model.gated:
+        unique = unique_fraction(tokens) if cfg.parallel.unique_ids else 1.0
+        norm = 1.0  # the product that it normalises
+        if layout.tp > 1:
+            norm = 12 / (2 if cfg.train.precision == "bf16" else 4)  # three times in fp32, by single operations
+        elif triton and cfg.parallel.unique_ids:
+            norm = 0.0
+        up = tokens * kv * (1 + unique + (norm if model.gate_norm else 0.0))
+    return latent + _queries(cfg, layout, tokens) + out, up

@@ -1,0 +1,71 @@
+"""Layouts of a model on so many GPUs that fit into their memory."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+from egmla_megatron.config.check import Layout, check_config
+from egmla_megatron.config.schema import RunConfig
+from egmla_megatron.errors import UserError
+from egmla_megatron.report.cards import USABLE
+from egmla_megatron.report.memory import worst_stage
+
+__all__ = ["Found", "search_layouts"]
+
+Recompute = Literal["none", "selective", "full"]
+_MICRO_BATCHES = (16, 8, 4, 2, 1)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A layout that fits."""
+
+    settings: dict[str, Any]  # section.key -> value
+    layout: Layout
+    total_gib: float  # of the worst rank
+
+
+def search_layouts(cfg: RunConfig, gpus: int, memory_gib: float, *, te: bool, triton: bool) -> list[Found]:
+    """All that fit, best first: what computes nothing twice, then the least model parallelism, then the largest gate
+    group (faster than replicated tables wherever it was measured), then the largest micro-batch."""
+    found = []
+    for settings, candidate in _candidates(cfg, gpus):
+        try:
+            layout = check_config(candidate, gpus)
+        except UserError:
+            continue  # does not divide something
+        total = worst_stage(candidate, layout, te=te, triton=triton)[1].total / 2**30
+        if total <= memory_gib * USABLE:
+            found.append(Found(settings, layout, total))
+    order = get_args(Recompute)
+
+    def rank(item: Found) -> tuple[float, ...]:
+        layout = item.layout
+        again = order.index(item.settings["train.recompute"])
+        model_parallel = layout.tp * layout.pp
+        return (again, model_parallel, layout.pp, -layout.gate_group, -item.settings["train.micro_batch_size"])
+
+    return sorted(found, key=rank)
+
+
+def _candidates(cfg: RunConfig, gpus: int) -> Iterator[tuple[dict[str, Any], RunConfig]]:
+    sizes = [size for size in (1, 2, 4, 8) if size <= gpus]
+    stages = [size for size in (1, 2, 4, 8) if size <= gpus and cfg.model.num_layers % size == 0]
+    groups = [size for size in (1, 2, 4, 8) if size <= gpus] if cfg.model.gated else [1]
+    for again, tp, pp, group, batch in itertools.product(get_args(Recompute), sizes, stages, groups, _MICRO_BATCHES):
+        settings = {
+            "train.recompute": again,
+            "parallel.tensor": tp,
+            "parallel.sequence": str(tp > 1).lower(),
+            "parallel.pipeline": pp,
+            "parallel.gate_group": group,
+            "train.micro_batch_size": batch,
+        }
+        train = replace(cfg.train, recompute=again, micro_batch_size=batch)
+        if tp * pp > 1 or again != "none":
+            train = replace(train, cuda_graph=False)
+        parallel = replace(cfg.parallel, tensor=tp, sequence=tp > 1, pipeline=pp, gate_group=group)
+        yield settings, replace(cfg, train=train, parallel=parallel)

@@ -194,3 +194,12 @@ def test_containers(desk: Desk) -> None:
     assert f"[--container-mounts={mounts}] [--container-workdir={desk.home}]" in steps[0]
     code, _, err = desk.run("pretrain_base.sh")
     assert code == 2 and "pyxis: allowed under Slurm only" in err
+
+
+def test_the_benchmark_starts_its_ranks_both_ways(desk: Desk) -> None:
+    code, _, err = desk.run("bench_sharding.sh", "--json", "a b.json", **desk.slurm("x"))
+    tool = f"[{desk.root}/tools/bench_sharding.py] [--json] [a b.json]"
+    assert code == 0 and "[--ntasks=2] " in err and "[--nproc-per-node] [4] [--nnodes] [2]" in err and tool in err
+    code, _, err = desk.run("bench_sharding.sh", "--json", "a b.json")
+    assert code == 0 and "srun" not in err and f"[--nproc-per-node] [2] [--standalone] {tool}" in err
+    assert desk.run("bench_sharding.sh", "--help")[2] == f"python [{desk.root}/tools/bench_sharding.py] [--help]\n"

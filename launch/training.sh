@@ -98,6 +98,10 @@ egmla_cancelled() {
 
 # Puts the job back into the queue, as it was submitted. Slurm then ends this script.
 egmla_start_again() {
+    if tail -n 40 "$EGMLA_LOG" 2>/dev/null | grep -q 'CANCELLED AT .* DUE TO NODE FAILURE'; then
+        egmla_say "launcher: a node is lost; Slurm starts the job again by itself"
+        exit 143
+    fi
     if egmla_cancelled; then
         egmla_say "launcher: the job was cancelled; submit it again to resume"
         exit 143

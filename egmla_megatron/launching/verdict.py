@@ -58,7 +58,7 @@ def _outcome(code: int, caught: int, stopped_by: int, ended: bool, checks: bool)
         return "saved"
     if code == 0:
         return "done"
-    if caught or (code - _KILLED in _RESTARTING and not ended):
+    if (caught and code > _KILLED) or (code - _KILLED in _RESTARTING and not ended):
         return "interrupted"  # before there was anything to save
     if code == 2 and not checks:
         return "mistake"

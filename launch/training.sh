@@ -51,6 +51,7 @@ egmla_train_under_slurm() {
     local code=0 began=
     egmla_find_port
     EGMLA_LOG="$(egmla_job_field StdErr)"
+    EGMLA_LOG_FROM=$(($(wc -l 2>/dev/null <"${EGMLA_LOG:-/dev/null}" || echo 0) + 1))
     EGMLA_FACTS+=(--port "$EGMLA_PORT" --log "$EGMLA_LOG")
     egmla_say "launcher: job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}, ${#EGMLA_NODES[@]} nodes with $EGMLA_RANKS ranks each, meeting at ${EGMLA_NODES[0]}:$EGMLA_PORT"
     if [ "${SLURM_RESTART_COUNT:-0}" != 0 ]; then # nobody watches a restart: what goes wrong in it is counted
@@ -88,17 +89,20 @@ egmla_end() {
     exit "$verdict"
 }
 
+# What the job's log says of this start.
+egmla_log() { tail -n "+$EGMLA_LOG_FROM" "${EGMLA_LOG:-/dev/null}" 2>/dev/null || true; }
+
 # Whether Slurm itself is ending the job, and not because of its time or a preemption: somebody has cancelled it.
 egmla_cancelled() {
     case "$(egmla_job_field JobState)" in
-        COMPLETING* | CANCELLED*) ! tail -n 40 "$EGMLA_LOG" 2>/dev/null | grep -qE 'CANCELLED AT .* DUE TO (TIME LIMIT|PREEMPTION)' ;;
+        COMPLETING* | CANCELLED*) ! egmla_log | grep -qE 'CANCELLED AT .* DUE TO (TIME LIMIT|PREEMPTION)' ;;
         *) return 1 ;;
     esac
 }
 
 # Puts the job back into the queue, as it was submitted. Slurm then ends this script.
 egmla_start_again() {
-    if tail -n 40 "$EGMLA_LOG" 2>/dev/null | grep -q 'CANCELLED AT .* DUE TO NODE FAILURE'; then
+    if egmla_log | grep -q 'CANCELLED AT .* DUE TO NODE FAILURE'; then
         egmla_say "launcher: a node is lost; Slurm starts the job again by itself"
         exit 143
     fi

@@ -82,9 +82,10 @@ egmla_refused() {
 
 # What the end of a step with exit code $1 means. $2: the launch was recorded. The rest goes to `launching end`.
 egmla_end() {
-    local verdict=0
+    local verdict=0 code="$1"
     [ -n "$2" ] || egmla_refused "$1"
-    egmla_ask end --code "$1" --signal "$egmla_signal" "${@:3}" || verdict=$?
+    if egmla_log | grep -q 'DUE TO NODE FAILURE'; then code=1 egmla_signal=0; fi # Slurm's SIGTERM is not the cause
+    egmla_ask end --code "$code" --signal "$egmla_signal" "${@:3}" || verdict=$?
     [ "$verdict" != "$EGMLA_AGAIN" ] || egmla_start_again
     exit "$verdict"
 }

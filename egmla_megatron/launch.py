@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 from types import FrameType
@@ -26,9 +27,11 @@ class _Forwarder:
 
     def __init__(self) -> None:
         self.had_workers = False
+        self.last = 0
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Signal handler."""
+        self.last = number
         for child in psutil.Process().children():
             with contextlib.suppress(psutil.Error):  # it may end at any moment
                 if "egmla_megatron.launch" not in " ".join(child.cmdline()):
@@ -53,11 +56,17 @@ def _exit_code(failures: dict[int, object]) -> int:
     return 1
 
 
+def _node() -> str:
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
 def main(argv: Sequence[str]) -> int:
     """Launch; returns the exit code. Options are torchrun's."""
     import logging
 
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns, with a stack, of every launcher that ended first
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.run import parse_args, run
 
     for name in ("torch.distributed.elastic", "torch.distributed.run"):
@@ -72,6 +81,12 @@ def main(argv: Sequence[str]) -> int:
         run(arguments)
     except ChildFailedError as error:
         return _exit_code(dict(error.failures))
+    except RendezvousError as error:  # the first node's launcher hosts the rendezvous
+        if forward.last:
+            return 128 + forward.last
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        print(f"error: {_node()}: the first node's launcher ended or cannot be reached ({reason})", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -8,21 +8,21 @@
 # the folder the job was submitted in.
 #SBATCH --job-name=bench_sharding
 #SBATCH --nodes=2
-#SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=1
 #SBATCH --cpus-per-task=8
 #SBATCH --time=00:30:00
 #SBATCH --output=%x_%j.out
 
 # sbatch runs a copy of this file: Slurm knows where the original is.
-egmla_script="${BASH_SOURCE[0]}"
-if [ -n "${SLURM_JOB_ID:-}" ] && [ ! -f "$(dirname "$egmla_script")/common.sh" ]; then
-    egmla_script="$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\(.*\/bench_sharding\.sh\).*/\1/p')"
+here="$(dirname "${BASH_SOURCE[0]}")"
+if [ ! -f "$here/common.sh" ]; then
+    here="$(scontrol show job "${SLURM_JOB_ID:-0}" 2>/dev/null | sed -n 's/^ *Command=//p')"
+    here="${here%%/bench_sharding.sh*}"
+    [ -f "$here/common.sh" ] || here="${EGMLA_ROOT:-${SLURM_SUBMIT_DIR:-.}}/launch"
 fi
-source "$(dirname "$egmla_script")/common.sh"
+[ -f "$here/common.sh" ] || { echo "error: bench_sharding.sh: the repository was not found; set EGMLA_ROOT to its folder" >&2 && exit 2; }
+source "$here/job.sh"
 
-cd "$EGMLA_CALLER"
-export PYTHONPATH="$EGMLA_ROOT${PYTHONPATH:+:$PYTHONPATH}"
 tool="$EGMLA_ROOT/tools/bench_sharding.py"
 for argument in "$@"; do
     case "$argument" in # both need no ranks from here
@@ -30,15 +30,10 @@ for argument in "$@"; do
     esac
 done
 
-if [ "${SLURM_JOB_NUM_NODES:-1}" -gt 1 ]; then
-    read -r first < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-    ranks="${EGMLA_NPROC:-${SLURM_GPUS_ON_NODE:-1}}"
-    exec srun --kill-on-bad-exit=1 "$EGMLA_PY" -m egmla_megatron.launch \
-        --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "$((ranks > 0 ? ranks : 1))" \
-        --rdzv-backend c10d --rdzv-endpoint "$first:$((20000 + SLURM_JOB_ID % 20000))" --rdzv-id "$SLURM_JOB_ID" \
-        "$tool" "$@"
+egmla_open_job
+if egmla_under_slurm; then
+    egmla_find_port
+elif [ -z "${EGMLA_NPROC:-}" ] && [ "$EGMLA_RANKS" = 1 ]; then
+    EGMLA_RANKS=$(($(egmla_gpus) == 1 ? 1 : 2)) # one rank has nothing to share
 fi
-
-gpus="$(nvidia-smi --list-gpus 2>/dev/null | grep -c . || true)"
-ranks="${EGMLA_NPROC:-$((gpus > 0 ? gpus : 2))}"
-exec "$EGMLA_PY" -m egmla_megatron.launch --standalone --nproc-per-node "$ranks" "$tool" "$@"
+egmla_on_ranks "$tool" "$@"

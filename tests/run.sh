@@ -3,6 +3,7 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../launch/common.sh"
 
+# shellcheck disable=SC2034 # read by the trap
 started=$SECONDS
 trap 'printf "tests/run.sh took %d s\n" "$((SECONDS - started))"' EXIT
 

@@ -1,7 +1,7 @@
 """Writes the report of a run beside its metrics, or a comparison of several runs.
 
-    python tools/report.py RUN_DIR                          RUN_DIR/report.md, loss.png, throughput.png
-    python tools/report.py RUN_DIR RUN_DIR ... [--out DIR]  those, and DIR/comparison.md with comparison.png
+    python tools/report.py RUN_DIR                          RUN_DIR/report.md with plots, report.html
+    python tools/report.py RUN_DIR RUN_DIR ... [--out DIR]  those, and DIR/comparison.md with plots, comparison.html
 
 Prints the path of what it wrote last. Exit code 2 on a user's mistake.
 """

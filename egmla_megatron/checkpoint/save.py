@@ -26,12 +26,12 @@ from egmla_megatron.checkpoint.manifest import (
     mark_complete,
     prune,
 )
+from egmla_megatron.checkpoint.size import checkpoint_bytes
 from egmla_megatron.checkpoint.state import model_state, optimizer_state, rng_state
 from egmla_megatron.config.load import architecture, to_dict
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.errors import UserError
 from egmla_megatron.model.build import BuiltModel
-from egmla_megatron.model.count import count_parameters
 from egmla_megatron.parallel.child_processes import deaf_children
 from egmla_megatron.parallel.world import World
 
@@ -139,16 +139,10 @@ class Saver:
             self._give_up(temporary, OSError(problem[0]))
 
     def _too_full(self) -> str | None:
-        needed, free = self.estimated_bytes(), shutil.disk_usage(self.root).free
+        needed, free = checkpoint_bytes(self.cfg), shutil.disk_usage(self.root).free
         if free >= needed:
             return None
         return f"No space left on device: needs about {needed / 2**20:.0f} MiB, {free / 2**20:.0f} MiB are free"
-
-    def estimated_bytes(self) -> int:
-        """Size of a checkpoint: weights, fp32 master weights and two fp32 moments, plus metadata."""
-        weight = 2 if self.cfg.train.precision == "bf16" else 4
-        master = 0 if weight == 4 and not self.cfg.optimizer.distributed else 4
-        return int(count_parameters(self.cfg.model).total * (weight + master + 8) * 1.02) + 2**20
 
     def _finalizer(self, step: int, temporary: Path, final: Path, started: float) -> Callable[[], None]:
         manifest = self._manifest(step)

@@ -28,6 +28,7 @@ class Batch:
     loss_mask_BS: Tensor  # float32, 0 where the loss does not count
     position_ids_BS: Tensor  # int64
     gate_ids: GateIds | None = None  # rows of the gating tables; None: the model finds them
+    distinct_ids: int = 0  # different ids among the tokens, 0: not counted
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class _MicroBatches(torch.utils.data.Dataset):
             members = set(share.plan.members)
             parts = {(dp, cp): context_shard(tokens[dp], cp, share.cp_size) for dp, cp in members}
             found["gate_ids"] = share.plan.plan(parts).tensors
+            found["distinct_ids"] = int(torch.bincount(found["tokens"].flatten()).count_nonzero())
         return found
 
     def _check(self, numbers: list[int], ids_BS: Tensor, shift: int) -> None:
@@ -130,4 +132,4 @@ def batch_iterator(
             whole_1S = torch.arange(tokens.shape[1] * share.cp_size, device=device)[None]
             positions_S = context_shard(whole_1S, share.cp_rank, share.cp_size)[0]
         own = positions[0] if positions_S is None else positions_S[None].expand(tokens.shape[0], -1)
-        yield Batch(tokens, labels, mask.float(), own, gate_ids)
+        yield Batch(tokens, labels, mask.float(), own, gate_ids, int(sample.get("distinct_ids", 0)))

@@ -28,8 +28,9 @@ def deaf_children() -> Iterator[None]:
     """
     atexit.unregister(_kill_daemons)
     atexit.register(_kill_daemons)  # last in, first out: before multiprocessing waits for them
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])  # the one that the tracker does not ignore
     resource_tracker.ensure_running()  # otherwise the first child starts it, which unblocks signals on the way
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:

@@ -68,28 +68,45 @@ def plot_throughput(metrics: RunMetrics, path: Path) -> None:
     _save(figure, path)
 
 
-def plot_comparison(runs: Sequence[RunMetrics], path: Path) -> None:
-    """Draws the losses of several runs over tokens to `path`; validation losses as points."""
+def plot_comparison(runs: Sequence[RunMetrics], path: Path, *, over: str) -> None:
+    """Draws the losses of several runs to `path`, validation losses as points.
+
+    over: tokens, or hours (spent in steps, without evaluations and checkpoints).
+    """
     figure, axes = _figure()
     for index, metrics in enumerate(runs):
         colour, style = _COLOURS[index % len(_COLOURS)], _STYLES[index % len(_STYLES)]
-        tokens_at = {record["step"]: record.get("tokens", math.nan) for record in metrics.steps}
+        place = _tokens_at(metrics) if over == "tokens" else _hours_at(metrics)
         steps, losses = _series(metrics.steps, "loss")
-        _draw_loss(axes, [tokens_at[step] for step in steps], losses, colour, style, metrics.name)
-        evals = [record for record in metrics.evals if record["step"] in tokens_at]
+        _draw_loss(axes, [place[step] for step in steps], losses, colour, style, metrics.name)
+        evals = [record for record in metrics.evals if record["step"] in place]
         val_steps, val_losses = _series(evals, "val_loss")
         if val_steps:
-            tokens = [tokens_at[step] for step in val_steps]
+            places = [place[step] for step in val_steps]
             marker = _MARKERS[index % len(_MARKERS)]
             label = f"{metrics.name}, validation"
-            axes.plot(tokens, val_losses, marker, color=colour, markersize=8, markeredgecolor="white", label=label)
-    axes.set_xlabel("tokens")
+            axes.plot(places, val_losses, marker, color=colour, markersize=8, markeredgecolor="white", label=label)
+    axes.set_xlabel("tokens" if over == "tokens" else "hours in steps")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
     axes.set_ylabel("loss (nats per token)")
-    axes.set_title("loss of several runs")
+    axes.set_title(f"loss of several runs over {over}")
     _dress(axes)
     axes.legend(frameon=False)
     _save(figure, path)
+
+
+def _tokens_at(metrics: RunMetrics) -> dict[float, float]:
+    return {record["step"]: record.get("tokens", math.nan) for record in metrics.steps}
+
+
+def _hours_at(metrics: RunMetrics) -> dict[float, float]:
+    """Steps that were not logged took as long as the next one that was."""
+    hours, before, found = 0.0, 0, dict[float, float]()
+    for record in metrics.steps:
+        hours += (record["step"] - before) * record.get("step_time_s", math.nan) / 3600
+        before = record["step"]
+        found[before] = hours
+    return found
 
 
 def _figure() -> tuple[Figure, Axes]:

@@ -40,6 +40,8 @@ class Summary:
     skipped: int
     training_time_s: float
     peak_memory_mib: float | None
+    peak_memory_rank: int | None
+    unique_id_fraction: float | None  # of the tokens of a micro-batch, mean over the steps
     tokens_per_second: Spread | None
     tokens_per_second_per_rank: Spread | None
     step_time_s: Spread | None
@@ -71,6 +73,7 @@ def summarize(metrics: RunMetrics) -> Summary:
     scored = [record for record in metrics.evals if finite([record], "val_loss")]
     best = min(scored, key=lambda record: record["val_loss"], default=None)
     memory = finite(metrics.steps, "peak_memory_mib")
+    shares = finite(metrics.steps, "unique_id_fraction")
     last = metrics.steps[-1]
     return Summary(
         steps=last["step"],
@@ -85,6 +88,8 @@ def summarize(metrics: RunMetrics) -> Summary:
         skipped=sum(bool(record.get("skipped")) for record in metrics.steps),
         training_time_s=sum(finite(metrics.steps, "step_time_s")),
         peak_memory_mib=max(memory, default=None),
+        peak_memory_rank=last.get("peak_memory_rank"),
+        unique_id_fraction=statistics.fmean(shares) if shares else None,
         tokens_per_second=spread(finite(steady, "tokens_per_second")),
         tokens_per_second_per_rank=spread(finite(steady, "tokens_per_second_per_rank")),
         step_time_s=spread(finite(steady, "step_time_s")),

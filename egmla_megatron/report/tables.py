@@ -10,7 +10,7 @@ from egmla_megatron.model.count import count_parameters, kv_cache_elements_per_t
 from egmla_megatron.report.read import RunMetrics
 from egmla_megatron.report.summary import Spread, Summary, summarize
 
-__all__ = ["comparison", "configuration", "markdown", "restarts", "results", "throughput"]
+__all__ = ["comparison", "configuration", "markdown", "prediction", "restarts", "results", "throughput"]
 
 _NONE = "–"
 
@@ -63,7 +63,8 @@ def results(summary: Summary) -> str:
         ["validation loss, best (nats/token)", best],
         ["skipped steps (NaN or Inf)", str(summary.skipped)],
         ["time in steps (s)", f"{summary.training_time_s:,.1f}"],
-        ["peak memory per rank (MiB)", _number(summary.peak_memory_mib, ",.0f")],
+        ["peak memory of a rank (MiB)", _peak(summary)],
+        ["distinct ids of a micro-batch", _number(summary.unique_id_fraction, ".1%")],
     ]
     return markdown(["result", "value"], rows)
 
@@ -84,6 +85,23 @@ def throughput(summary: Summary) -> str:
         if sample
     ]
     return markdown(["measure", "median", "first quartile", "third quartile", "n"], rows)
+
+
+def prediction(metrics: RunMetrics) -> str:
+    """What the plan said about the memory of the rank that needs most, and what it was."""
+    start = metrics.starts[-1] if metrics.starts else {}
+    parts: dict[str, float] | None = start.get("predicted_memory_mib")
+    measured = summarize(metrics).peak_memory_mib
+    if not parts or measured is None:
+        return "Nothing was predicted: plans are of GPUs."
+    rows = [[name.replace("_", " "), f"{size:,.0f}"] for name, size in parts.items() if name != "total"]
+    total = parts["total"]
+    rows += [
+        ["predicted", f"{total:,.0f}"],
+        ["measured", f"{measured:,.0f}"],
+        ["error", f"{total / measured - 1:+.1%}"],
+    ]
+    return markdown(["memory per rank", "MiB"], rows)
 
 
 def restarts(metrics: RunMetrics) -> str:
@@ -142,6 +160,11 @@ def _attention(cfg: RunConfig) -> str:
         return f"MLA, {latent}"
     norm = "with" if model.gate_norm else "without"
     return f"EG-MLA, {latent}, gate {model.gate} of {model.kv_emb_dim} dimensions {norm} norm"
+
+
+def _peak(summary: Summary) -> str:
+    where = "" if summary.peak_memory_rank is None else f" (rank {summary.peak_memory_rank})"
+    return _number(summary.peak_memory_mib, ",.0f") + where
 
 
 def _number(value: float | None, form: str) -> str:

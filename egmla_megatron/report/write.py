@@ -1,4 +1,4 @@
-"""Writes report.md and its plots for one run, and comparison.md for several."""
+"""Writes the report of one run and the comparison of several: Markdown with plots beside it, and one HTML file."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 from egmla_megatron.errors import UserError
 from egmla_megatron.report import tables
+from egmla_megatron.report.html import to_html
 from egmla_megatron.report.plots import plot_comparison, plot_loss, plot_throughput
 from egmla_megatron.report.read import RunMetrics, read_run
 from egmla_megatron.report.summary import summarize
@@ -16,29 +17,40 @@ __all__ = ["write_comparison", "write_report"]
 
 
 def write_report(run_dir: str | Path) -> Path:
-    """Writes report.md, loss.png and throughput.png into `run_dir` and returns the path of report.md.
+    """Writes report.md, loss.png, throughput.png and report.html into `run_dir`, returns the path of report.md.
 
     Raises UserError when the folder holds no run.
     """
     metrics = read_run(run_dir)
     plot_loss(metrics, metrics.run_dir / "loss.png")
     plot_throughput(metrics, metrics.run_dir / "throughput.png")
-    return _write_text(metrics.run_dir / "report.md", _report(metrics))
+    return _write_both(metrics.run_dir / "report.md", _report(metrics), metrics.name)
 
 
 def write_comparison(run_dirs: Sequence[str | Path], out: str | Path) -> Path:
-    """Writes comparison.md and comparison.png of two or more runs into `out` and returns the path of comparison.md."""
+    """Writes comparison.md with plots and comparison.html of two or more runs into `out`; the path of comparison.md."""
     if len(run_dirs) < 2:
         raise UserError(f"comparison: got {len(run_dirs)} run; allowed: two or more run folders")
     runs = [read_run(run_dir) for run_dir in run_dirs]
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    plot_comparison(runs, folder / "comparison.png")
+    plot_comparison(runs, folder / "comparison.png", over="tokens")
+    plot_comparison(runs, folder / "comparison_time.png", over="hours")
     sources = "\n".join(f"- {metrics.name}: `{metrics.run_dir}`" for metrics in runs)
-    text = f"# Comparison of {len(runs)} runs\n\n![loss](comparison.png)\n\n{tables.comparison(runs)}\n\n"
+    text = f"# Comparison of {len(runs)} runs\n\n{_warning(runs)}![loss over tokens](comparison.png)\n\n"
+    text += f"![loss over time in steps](comparison_time.png)\n\n{tables.comparison(runs)}\n\n"
     text += "Training loss is the mean of the last 10 steps; tokens/s is the median with its quartiles, without\n"
     text += f"warm-up steps.\n\n{sources}\n"
-    return _write_text(folder / "comparison.md", text)
+    return _write_both(folder / "comparison.md", text, f"Comparison of {len(runs)} runs")
+
+
+def _warning(runs: Sequence[RunMetrics]) -> str:
+    """Losses in nats per token mean nothing beside each other when the tokens are not the same."""
+    kinds = {(metrics.config.data.tokenizer, metrics.config.model.vocab_size) for metrics in runs}
+    if len(kinds) == 1:
+        return ""
+    named = "; ".join(f"{name or 'not named'}, {size} ids" for name, size in sorted(kinds))
+    return f"**Warning: these runs count different tokens ({named}); their losses cannot be compared.**\n\n"
 
 
 def _report(metrics: RunMetrics) -> str:
@@ -53,6 +65,8 @@ def _report(metrics: RunMetrics) -> str:
         f"The first {warmup} steps after each start do not count.",
         tables.throughput(summary),
         "![tokens per second and peak memory](throughput.png)",
+        "## Memory: predicted and measured",
+        tables.prediction(metrics),
         "## Configuration",
         tables.configuration(metrics),
         "## Restarts",
@@ -61,6 +75,12 @@ def _report(metrics: RunMetrics) -> str:
     if metrics.torn_lines:
         parts.append(f"Lines of metrics.jsonl that a crash cut short, left out: {metrics.torn_lines}.")
     return "\n\n".join(parts) + "\n"
+
+
+def _write_both(path: Path, text: str, title: str) -> Path:
+    """Markdown at `path`, and the same as .html with the plots inside; `path`."""
+    _write_text(path.with_suffix(".html"), to_html(text, path.parent, title))
+    return _write_text(path, text)
 
 
 def _write_text(path: Path, text: str) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ import torch
 import torch.distributed as dist
 
 from egmla_megatron.checkpoint.save import Saver
+from egmla_megatron.data.batch import Batch
 from egmla_megatron.errors import UserError
 from egmla_megatron.model.count import count_parameters
-from egmla_megatron.parallel.liveness import PeerWatch
-from egmla_megatron.train.metrics import Throughput, peak_memory_mib
+from egmla_megatron.parallel.liveness import COMPUTING, PeerWatch
+from egmla_megatron.report.memory import worst_stage
+from egmla_megatron.train.metrics import SeenIds, Throughput, peak_memory_mib
 from egmla_megatron.train.setup import Prepared, device_name, training_batches, validation_batches
 from egmla_megatron.train.signals import StopRequest
 from egmla_megatron.train.sinks import Sinks
@@ -24,22 +27,27 @@ from egmla_megatron.train.step import StepResult, evaluate, graphed_passes, trai
 __all__ = ["Trainer"]
 
 
+_MOST_RANKS = 1 << 20  # whole MiB times that are exact in a float64
+
+
 class _Agreement:
     """What all ranks must decide alike, once per step, in one small all-reduce that hides behind the step.
 
     The values are this rank's when the step begins: (stop signal, save now, peak memory in MiB); the result
-    is the maximum over ranks.
+    is the maximum over ranks, and the rank with the most memory.
     """
 
-    def __init__(self, group: dist.ProcessGroup, signal: int, save_now: bool, memory_mib: float) -> None:
-        self.values = torch.tensor([float(signal), float(save_now), memory_mib], dtype=torch.float64)
+    def __init__(self, group: dist.ProcessGroup, rank: int, signal: int, save_now: bool, memory_mib: float) -> None:
+        memory = round(memory_mib) * _MOST_RANKS + rank  # whole MiB and the rank in one number
+        self.values = torch.tensor([float(signal), float(save_now), float(memory)], dtype=torch.float64)
         self.work = dist.all_reduce(self.values, op=dist.ReduceOp.MAX, group=group, async_op=True)
 
-    def result(self) -> tuple[int, bool, float]:
+    def result(self) -> tuple[int, bool, int, int]:
         assert self.work is not None
         self.work.wait()
-        signal, save_now, memory_mib = self.values.tolist()
-        return int(signal), bool(save_now), memory_mib
+        signal, save_now, memory = self.values.tolist()
+        memory_mib, rank = divmod(int(memory), _MOST_RANKS)
+        return int(signal), bool(save_now), memory_mib, rank
 
 
 class Trainer:
@@ -52,6 +60,7 @@ class Trainer:
         self.bad_steps = 0  # steps without an update in a row
         self.skipped_total = 0
         self.throughput = Throughput.of(self.cfg, self.world.size, self.world.device)
+        self.seen = SeenIds()
         self.graph = graphed_passes(self.cfg, self.world, run.model)
         self.saved_at = time.monotonic()
         self.evaluated_at = -1
@@ -62,7 +71,7 @@ class Trainer:
     def run(self) -> int:
         """Train. Returns the exit code: 0, or 128 + the signal that stopped it."""
         self._log_start()
-        batches = training_batches(self.run_)
+        batches = self._noted(self.seen.watch(training_batches(self.run_)))
         last = self.cfg.total_steps
         if self.cfg.train.exit_after_steps:
             last = min(last, self.step + self.cfg.train.exit_after_steps)
@@ -77,18 +86,27 @@ class Trainer:
             self.saver.poll()
         return self._finish(signal)
 
+    def _noted(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The batches, telling the others when this rank waits for its data."""
+        while True:
+            self.watch.doing = "reading data"
+            batch = next(batches)
+            self.watch.doing = COMPUTING
+            yield batch
+
     def _one_step(self, batches: Any) -> tuple[int, bool]:
         """Returns (stop signal, save now), agreed by all ranks."""
         started = time.perf_counter()
         memory = peak_memory_mib(self.world.device)
-        agreement = _Agreement(self.world.control, self.stop.received, self._minutes_are_up(), memory)
+        minutes_are_up = self._minutes_are_up()
+        agreement = _Agreement(self.world.control, self.world.rank, self.stop.received, minutes_are_up, memory)
         result = train_step(self.cfg, self.world, self.run_.model, self.run_.optimizer, batches, self.graph)
         lr = self._learning_rate()
         self.run_.schedule.step(1)
         self.step += 1
         self.watch.step = self.step
-        signal, save_now, memory = agreement.result()
-        self._log_step(result, time.perf_counter() - started, lr, memory)
+        signal, save_now, memory_mib, memory_rank = agreement.result()
+        self._log_step(result, time.perf_counter() - started, lr, memory_mib, memory_rank)
         self._count_bad_steps(result)
         return signal, save_now
 
@@ -116,6 +134,7 @@ class Trainer:
         return self.world.is_first and 0 < minutes <= (time.monotonic() - self.saved_at) / 60
 
     def _save(self) -> None:
+        self.watch.doing = "saving"
         self.saver.save(self.step)
         self.saved_at = time.monotonic()
 
@@ -127,6 +146,7 @@ class Trainer:
         if self.run_.datasets.valid is None or not due or self.evaluated_at == self.step:
             return
         started = time.perf_counter()
+        self.watch.doing = "validating"
         batches, count = validation_batches(self.run_)
         loss = evaluate(self.cfg, self.world, self.run_.model, batches, count)
         self.evaluated_at = self.step
@@ -149,7 +169,13 @@ class Trainer:
             self._evaluate_if_due(final=self.step >= self.cfg.total_steps)
         self.saver.finish()
         rate = self.throughput.tokens_per_second()
-        event = {"step": self.step, "reason": reason, "tokens_per_second": rate, "skipped_steps": self.skipped_total}
+        event = {
+            "step": self.step,
+            "reason": reason,
+            "signal": signal,
+            "tokens_per_second": rate,
+            "skipped_steps": self.skipped_total,
+        }
         self.sinks.write("end", event)
         return 128 + signal if signal else 0
 
@@ -170,10 +196,19 @@ class Trainer:
                 "layout": asdict(self.world.layout),
                 "active_params": counts.active,
                 "gate_table_params": counts.gate_tables,
+                "predicted_memory_mib": self._predicted_memory_mib(),
             },
         )
 
-    def _log_step(self, result: StepResult, seconds: float, lr: float, memory_mib: float) -> None:
+    def _predicted_memory_mib(self) -> dict[str, float] | None:
+        """Of the rank that needs most, by part; None on a CPU, whose memory holds much else."""
+        if self.world.device.type != "cuda":
+            return None
+        te, triton = self.run_.built.implementation == "te", self.run_.built.kernels == "triton"
+        _, memory = worst_stage(self.cfg, self.world.layout, te=te, triton=triton)
+        return {name: size / 2**20 for name, size in (asdict(memory) | {"total": memory.total}).items()}
+
+    def _log_step(self, result: StepResult, seconds: float, lr: float, memory_mib: int, memory_rank: int) -> None:
         rates = self.throughput.add(seconds)
         if not (self._interval(self.cfg.logging.interval_steps) or not result.applied):
             return
@@ -189,6 +224,8 @@ class Trainer:
                 "tokens": self.step * self.throughput.tokens_per_step,
                 "skipped": not result.applied,
                 "peak_memory_mib": memory_mib,
+                "peak_memory_rank": memory_rank,
+                "unique_id_fraction": self.seen.take_fraction(),
                 "eta_s": remaining * self.throughput.mean_step_s(),
                 **rates,
             },

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import resource
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from egmla_megatron.config.schema import RunConfig
+from egmla_megatron.data.batch import Batch
 from egmla_megatron.model.count import flops_per_token
 
-__all__ = ["PEAK_BF16_FLOPS", "Throughput", "dense_peak_flops", "peak_memory_mib"]
+__all__ = ["PEAK_BF16_FLOPS", "SeenIds", "Throughput", "dense_peak_flops", "peak_memory_mib"]
 
 # dense bf16 peak of one card, FLOP/s, without sparsity (vendor data sheets)
 # the first name that is part of the card's counts, so the slower variants of a card come before it
@@ -42,6 +44,27 @@ def peak_memory_mib(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 2**20
     scale = 2**20 if sys.platform == "darwin" else 2**10
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / scale
+
+
+class SeenIds:
+    """Counts the distinct ids of the micro-batches that pass through `watch` (of this rank)."""
+
+    def __init__(self) -> None:
+        self.distinct = self.tokens = 0
+
+    def watch(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The same micro-batches."""
+        for batch in batches:
+            if batch.distinct_ids:
+                self.distinct += batch.distinct_ids
+                self.tokens += batch.tokens_BS.numel()
+            yield batch
+
+    def take_fraction(self) -> float | None:
+        """Distinct ids per token since the last call, mean over micro-batches; None where nothing was counted."""
+        fraction = self.distinct / self.tokens if self.tokens else None
+        self.distinct = self.tokens = 0
+        return fraction
 
 
 @dataclass

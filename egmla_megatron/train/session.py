@@ -20,6 +20,8 @@ from egmla_megatron.train.sinks import Sinks, open_sinks
 
 __all__ = ["train"]
 
+_STALL = 0.8  # of a collective's time limit, which ends the process on a GPU before it could say anything
+
 
 def train(cfg: RunConfig, layout: Layout) -> int:
     """Train until done, stopped or failed; returns the exit code of this rank.
@@ -32,7 +34,9 @@ def train(cfg: RunConfig, layout: Layout) -> int:
     """
     stop_with_launcher()
     world = open_world(cfg, layout)
-    watch = PeerWatch(world.store, world.rank, world.size, cfg.train.peer_timeout_s)
+    watch = PeerWatch(
+        world.store, world.rank, world.size, cfg.train.peer_timeout_s, stall_s=_STALL * cfg.train.collective_timeout_s
+    )
     sinks: Sinks | None = None
     try:
         run = prepare(cfg, world)
@@ -65,6 +69,8 @@ def _explain_lost_peers(error: RuntimeError, watch: PeerWatch) -> None:
     """
     dead = watch.dead_peers()
     if not dead:
+        if "timed out" in str(error).lower() or "timeout" in str(error).lower():
+            watch.name_who_is_behind()
         return
     if any(map(watch.left_word, dead)):  # it speaks for itself
         kill_children()

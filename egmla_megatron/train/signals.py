@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import signal
+import time
 from types import FrameType
 
 from egmla_megatron.parallel.child_processes import STOP_SIGNALS
 
 __all__ = ["StopRequest"]
 
+ONE_SIGNAL_S = 2.0  # Slurm signals the launcher and the ranks, and the launcher passes it on: that is one request
+
 
 class StopRequest:
-    """Remembers the first stop signal; a second Ctrl-C interrupts at once.
+    """Remembers the first stop signal; a second Ctrl-C, some time after the first, interrupts at once.
 
     SIGUSR1 is what `sbatch --signal=USR1@120` sends before the time limit, SIGTERM what preemption and
     torchrun send, SIGINT is Ctrl-C. torchrun and srun forward none of them unless a process handles them.
@@ -19,10 +22,12 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.received = 0  # signal number, 0: none
+        self.at = 0.0  # when, by the monotonic clock
         for number in STOP_SIGNALS:
             signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.received and number == signal.SIGINT == self.received:
+        if not self.received:
+            self.received, self.at = number, time.monotonic()
+        elif number == signal.SIGINT == self.received and time.monotonic() - self.at > ONE_SIGNAL_S:
             raise KeyboardInterrupt
-        self.received = self.received or number

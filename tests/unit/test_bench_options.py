@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from egmla_megatron.bench.options import base_config, parse_options
@@ -111,10 +109,3 @@ def test_rates() -> None:
     for wrong in ("400", "0mbit", "1kbit", "400 mbit", "-1gbit", "400mbps"):
         with pytest.raises(UserError):
             bits_per_second(wrong)
-
-
-def test_the_launch_script_knows_both_ways_to_start(root: Path) -> None:
-    text = (root / "launch" / "bench_sharding.sh").read_text()
-    directives = [line.split()[1] for line in text.splitlines() if line.startswith("#SBATCH")]
-    assert {"--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1"} <= set(directives)
-    assert "srun" in text and "--standalone" in text and "SLURM_JOB_ID % 20000" in text

@@ -61,6 +61,11 @@ def all_alive(store: Store, ranks: int) -> bool:
     return all(store.check([f"alive/{rank}"]) for rank in range(ranks))
 
 
+def beats_of(store: Store) -> int:
+    """Signs of life of rank 0 so far."""
+    return int(store.get("alive/0").partition(b"|")[0])
+
+
 def stop(watch: PeerWatch) -> None:
     """Silence a watch as a killed process is silent."""
     assert watch._thread is not None
@@ -92,8 +97,8 @@ def test_a_rank_that_is_done_may_be_silent(exits: list[int], capsys: pytest.Capt
     watches = [PeerWatch(store, rank, 3, 2.0) for rank in range(3)]
     wait_until(lambda: all_alive(store, 3))
     watches[1].close()
-    beats = int(store.get("alive/0"))
-    wait_until(lambda: int(store.get("alive/0")) > beats + 15)  # 15 x 0.2 s, well beyond the time-out
+    beats = beats_of(store)
+    wait_until(lambda: beats_of(store) > beats + 15)  # 15 x 0.2 s, well beyond the time-out
     assert watches[0].dead_peers() == watches[2].dead_peers() == []
     watches[0].close()
     watches[2].close()
@@ -120,6 +125,25 @@ def test_a_lost_store_means_that_its_host_is_gone(exits: list[int], capsys: pyte
     assert "rendezvous store does not answer (RuntimeError: connection reset)" in capsys.readouterr().err
 
 
+def test_a_rank_that_others_wait_for_is_named_though_it_lives(
+    exits: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = Store()
+    watches = [PeerWatch(store, rank, 2, 10.0, stall_s=1.5 if rank else 0.0) for rank in range(2)]
+    for watch, doing in zip(watches, ("reading data", "computing"), strict=True):
+        watch.step, watch.doing = 41, doing
+    wait_until(lambda: b"|step 41, reading data" in store.get("alive/0"))
+    said = []
+    wait_until(lambda: said.append(capsys.readouterr().err) or said[-1])  # type: ignore[func-returns-value]
+    assert said[-1].startswith("error: the other ranks wait for rank 0 (")
+    assert said[-1].endswith(") at step 41, reading data; they are at step 41, computing\n")
+    watches[0].doing = "computing"
+    wait_until(lambda: not watches[1].behind())
+    for watch in watches:
+        watch.close()
+    assert exits == [] and capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize(("size", "timeout"), [(1, 5.0), (4, 0.0)])
 def test_nothing_is_watched_alone_or_when_switched_off(size: int, timeout: float) -> None:
     watch = PeerWatch(None, 0, size, timeout)
@@ -136,10 +160,10 @@ def test_a_process_that_stood_still_itself_accuses_nobody(
     wait_until(lambda: all_alive(store, 2))
     clock, jump = time.monotonic, 0.0
     monkeypatch.setattr(liveness.time, "monotonic", lambda: clock() + jump)
-    beats = int(store.get("alive/0"))
+    beats = beats_of(store)
     store.set("alive/1", b"1")  # as the neighbour wrote it last
     jump = 100.0
-    wait_until(lambda: int(store.get("alive/0")) > beats + 3)
+    wait_until(lambda: beats_of(store) > beats + 3)
     assert exits == [] and capsys.readouterr().err == ""
     for watch in watches:
         watch.close()

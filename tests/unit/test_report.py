@@ -63,6 +63,28 @@ def test_a_restart_replaces_what_was_lost(tmp_path: Path) -> None:
     assert [record["step"] for record in metrics.restarts] == [8]
 
 
+def test_prediction_and_html(tmp_path: Path) -> None:
+    records = _interrupted()
+    records[0]["predicted_memory_mib"] = {"weights": 400.0, "activations": 460.0, "total": 860.0}
+    records[-1 - len(records) // 2 : -1] = []
+    text = write_report(_run(tmp_path / "a run", records)).read_text()
+    peak = max(record["peak_memory_mib"] for record in records if record["kind"] == "step")
+    assert f"| measured | {peak:,.0f} |" in text and f"| error | {860 / peak - 1:+.1%} |" in text
+    page = (tmp_path / "a run" / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 2 and ".png" not in page.replace("image/png", "")
+    assert "<td>measured</td>" in page or ">measured</td>" in page
+
+
+def test_losses_of_other_tokens_are_not_compared(tmp_path: Path) -> None:
+    one = _run(tmp_path / "one", _interrupted(), name="one")
+    two = _run(tmp_path / "two", _interrupted(), name="two")
+    assert "Warning" not in write_comparison([one, two], tmp_path / "same").read_text()
+    (two / "config.yaml").write_text(dump_yaml(load_config("quickstart", ["run.name=two", "model.vocab_size=4096"])))
+    assert "count different tokens" in write_comparison([one, two], tmp_path / "other").read_text()
+    assert (tmp_path / "other" / "comparison_time.png").exists()
+    assert "count different tokens" in (tmp_path / "other" / "comparison.html").read_text()
+
+
 def test_the_evaluation_of_a_checkpoint(tmp_path: Path) -> None:
     run = _run(tmp_path / "run", _interrupted())
     found = [evaluation_at(run, step) for step in (7, 8, 12, 19, 20)]

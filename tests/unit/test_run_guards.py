@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from torch.distributed.checkpoint import CheckpointException
 from egmla_megatron.checkpoint.failures import raise_unless_disk
 from egmla_megatron.checkpoint.manifest import prune
 from egmla_megatron.errors import UserError
+from egmla_megatron.train import signals
 from egmla_megatron.train.lock import lock_run_dir
 from egmla_megatron.train.setup import together
 from egmla_megatron.train.sinks import JsonLines, Sinks
@@ -22,6 +26,7 @@ from egmla_megatron.train.sinks import JsonLines, Sinks
 HOLD = """
 import sys, time
 from pathlib import Path
+from egmla_megatron.train import signals
 from egmla_megatron.train.lock import lock_run_dir
 lock = lock_run_dir(Path(sys.argv[1]), wait_s=0)
 print("held", flush=True)
@@ -138,3 +143,19 @@ raise RuntimeError("a bug")
 def test_an_uncaught_error_ends_a_rank_although_its_workers_hear_no_signal() -> None:
     done = subprocess.run([sys.executable, "-c", ORPHAN], capture_output=True, text=True, timeout=100)
     assert done.returncode == 1 and "RuntimeError: a bug" in done.stderr
+
+
+def test_a_signal_that_comes_twice_at_once_is_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {number: signal.getsignal(number) for number in signals.STOP_SIGNALS}
+    try:
+        stop = signals.StopRequest()
+        for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        assert stop.received == signal.SIGINT
+        monkeypatch.setattr(signals, "ONE_SIGNAL_S", 0.0)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,134 @@
+"""What the end of a launch means: done, start again, or stop and say why."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from egmla_megatron.launching.ledger import Launch, RunTail
+
+__all__ = ["AGAIN", "Verdict", "close_launch", "judge"]
+
+AGAIN = 75  # exit code: start the job again (EX_TEMPFAIL)
+SAME_STEP = 3  # crashes in a row at one step: the next would be the same
+NO_PROGRESS = 6  # ends in a row without a newer checkpoint, wherever they happened
+_KILLED = 128  # exit code of a process that signal n ended: 128 + n
+_RESTARTING = (signal.SIGTERM, signal.SIGUSR1)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the launch script does now."""
+
+    code: int  # 0: done, AGAIN: start the job again, else stop with this
+    sentence: str
+
+
+def close_launch(launch: Launch, code: int, caught: int, tail: RunTail, said: str, *, checks: bool = False) -> Launch:
+    """The launch with its end.
+
+    Args:
+        code: exit code of srun, the largest of its tasks'.
+        caught: signal that the script itself got, 0: none.
+        tail: metrics of the run.
+        said: last error in the log.
+        checks: it ended in the checks of the nodes, before training.
+    """
+    mine = tail.since(launch.started_unix_s)
+    reached = max((record["step"] for record in (*mine.starts, *mine.steps)), default=launch.from_step)
+    stopped_by = next((int(end.get("signal") or 0) for end in reversed(mine.ends)), 0)
+    return replace(
+        launch,
+        ended_unix_s=time.time(),
+        code=code,
+        outcome=_outcome(code, caught, stopped_by, bool(mine.ends), checks),
+        reached=reached,
+        said=said,
+    )
+
+
+def _outcome(code: int, caught: int, stopped_by: int, ended: bool, checks: bool) -> str:
+    """In one word: see `Launch.outcome`."""
+    if stopped_by == signal.SIGINT or caught == signal.SIGINT:
+        return "stopped"  # somebody asked for it
+    if stopped_by:
+        return "saved"
+    if code == 0:
+        return "done"
+    if (caught and code > _KILLED) or (code - _KILLED in _RESTARTING and not ended):
+        return "interrupted"  # before there was anything to save
+    if code == 2 and not checks:
+        return "mistake"
+    return "crash"
+
+
+def judge(launches: Sequence[Launch]) -> Verdict:
+    """Decide by the last launch and those before it. The last one must have ended."""
+    last = launches[-1]
+    when = f"at step {last.reached}"
+    if last.outcome == "done":
+        return Verdict(0, f"ended in good order {when}")
+    if last.outcome == "stopped":
+        return Verdict(_KILLED + signal.SIGINT, f"stopped by SIGINT {when}; start it again to resume")
+    if last.outcome == "mistake":
+        return Verdict(2, f"not started again: {last.said or 'a mistake that a restart does not mend'}")
+    if last.outcome == "saved":
+        return Verdict(AGAIN, f"stopped by a signal {when} and saved")
+    stuck = _stuck(launches)
+    if stuck:
+        return Verdict(last.code or 1, stuck)
+    what = "interrupted before it could save" if last.outcome == "interrupted" else f"crashed (exit code {last.code})"
+    return Verdict(AGAIN, f"{what} {when}; the newest complete checkpoint is where it goes on")
+
+
+def _stuck(launches: Sequence[Launch]) -> str:
+    """Why a further start would be in vain; empty: it may help."""
+    crashes = _last_in_a_row(launches, ("crash", "lost"))
+    same = _same_end(crashes, lambda launch: launch.reached)
+    if len(same) >= SAME_STEP:
+        return f"{len(same)} crashes in a row at step {same[-1].reached}, not started again. " + _diagnosis(same)
+    ends = _last_in_a_row(launches, ("crash", "lost", "interrupted"))
+    same = _same_end(ends, lambda launch: launch.from_step)
+    if len(same) >= NO_PROGRESS:
+        return (
+            f"{len(same)} ends in a row without a checkpoint after step {same[-1].from_step}, not started again; save "
+            "more often (checkpoint.interval_minutes) or give the job more time. " + _diagnosis(same)
+        )
+    return ""
+
+
+def _last_in_a_row(launches: Sequence[Launch], outcomes: tuple[str, ...]) -> list[Launch]:
+    found: list[Launch] = []
+    for launch in reversed(launches):
+        if launch.outcome not in outcomes:
+            break
+        found.insert(0, launch)
+    return found
+
+
+def _same_end(launches: Sequence[Launch], key: Callable[[Launch], int]) -> list[Launch]:
+    found: list[Launch] = []
+    for launch in reversed(launches):
+        if key(launch) != key(launches[-1]):
+            break
+        found.insert(0, launch)
+    return found
+
+
+def _diagnosis(launches: Sequence[Launch]) -> str:
+    """What the ends have in common."""
+    always = set(launches[0].nodes).intersection(*(launch.nodes for launch in launches))
+    ever = set().union(*(launch.nodes for launch in launches))
+    words = Counter(launch.said for launch in launches if launch.said)
+    said = f"Last words: {words.most_common(1)[0][0]}. " if words else "No error was written: look at the job's log. "
+    if always and always != ever:
+        return (
+            said
+            + f"Only {', '.join(sorted(always))} took part every time: try sbatch --exclude={','.join(sorted(always))}"
+        )
+    if not always:
+        return said + "It happened on different nodes: suspect the data or numbers of that step, not the machines"
+    return said + f"It was always on {', '.join(sorted(always))}: try other nodes to tell the machine from the data"

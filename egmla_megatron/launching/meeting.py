@@ -14,6 +14,7 @@ __all__ = ["Host", "attend"]
 _PINGS = 5
 _RETRY_S = 0.2
 _LONGEST = 1 << 22  # bytes of one message
+_PATIENCE_S = 5.0  # nodes speak at once; whoever connects and is silent must not keep the others waiting
 
 Facts = dict[str, Any]
 
@@ -67,7 +68,7 @@ class Host:
         while len(facts) < len(others) and (left := self.deadline - time.monotonic()) > 0:
             if not select.select([self.listener], [], [], left)[0]:
                 break
-            line = _Line(self.listener.accept()[0], max(1.0, self.deadline - time.monotonic()))
+            line = _Line(self.listener.accept()[0], _PATIENCE_S)
             try:
                 theirs = line.receive()
                 if theirs.get("token") != self.token or theirs.get("node") not in others:

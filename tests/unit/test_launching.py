@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import threading
 import time
 from dataclasses import replace
@@ -15,6 +16,7 @@ import pytest
 from egmla_megatron.config.load import dump_yaml, load_config
 from egmla_megatron.errors import UserError
 from egmla_megatron.launching import facts as facts_module
+from egmla_megatron.launching import meeting as meeting_module
 from egmla_megatron.launching.compare import find_problems, find_warnings
 from egmla_megatron.launching.facts import gather_facts
 from egmla_megatron.launching.fit import fit_to_nodes
@@ -104,6 +106,9 @@ def test_three_crashes_at_the_same_step_stop_and_others_do_not() -> None:
     wandering = [launch("crash" if step % 2 else "interrupted", step, 10) for step in range(11, 17)]
     assert judge(wandering[:5]).code == AGAIN
     assert "6 ends in a row without a checkpoint after step 10" in judge(wandering).sentence
+    short = [launch("saved", 10, 10)] * 6  # the signal before the limit came before the first step
+    assert judge(short[:5]).code == AGAIN and judge(short).code not in (0, AGAIN)
+    assert judge([launch("saved", 11, 10)] * 9).code == AGAIN
 
 
 def test_the_ledger_survives_torn_lines_and_knows_lost_launches(tmp_path: Path) -> None:
@@ -161,9 +166,11 @@ def test_a_question_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     assert found["versions"]["python"] and found["gpus"] >= 0 and found["free_mib"] > 0
 
 
-def test_nodes_meet_and_strangers_are_ignored() -> None:
+def test_nodes_meet_and_strangers_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting_module, "_PATIENCE_S", 1.0)
     meeting = Host(0, "token", 10.0)
     port = meeting.listener.getsockname()[1]
+    silent = socket.create_connection(("127.0.0.1", port))
     codes: dict[str, int | None] = {}
 
     def report(name: str, token: str) -> None:
@@ -175,6 +182,7 @@ def test_nodes_meet_and_strangers_are_ignored() -> None:
         time.sleep(0.1)
     heard = meeting.hear(["n2"])
     meeting.dismiss(2)
+    silent.close()
     for thread in threads:
         thread.join()
     assert list(heard) == ["n2"] and abs(heard["n2"]["skew_s"]) < 1.0

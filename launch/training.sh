@@ -33,9 +33,11 @@ egmla_train() {
         trap 'egmla_catch 10' USR1
         trap 'egmla_catch 15' TERM
         trap 'egmla_catch 2' INT
+        EGMLA_LOG="$(egmla_find_log)"
+        EGMLA_LOG_FROM=$(($(wc -l 2>/dev/null <"${EGMLA_LOG:-/dev/null}" || echo 0) + 1))
     fi
     EGMLA_FACTS=(--nodes "${EGMLA_NODES[*]}" --ranks "$EGMLA_RANKS" --job "${SLURM_JOB_ID:-$$}" --restart "${SLURM_RESTART_COUNT:-0}")
-    adapted="$(egmla_ask fit)" || exit "$?"
+    adapted="$(egmla_ask fit)" || egmla_refused "$?"
     # shellcheck disable=SC2206 # words without spaces
     EGMLA_SETTINGS+=($adapted)
     if [ -n "$check" ]; then
@@ -50,8 +52,6 @@ egmla_train() {
 egmla_train_under_slurm() {
     local code=0 began=
     egmla_find_port
-    EGMLA_LOG="$(egmla_job_field StdErr)"
-    EGMLA_LOG_FROM=$(($(wc -l 2>/dev/null <"${EGMLA_LOG:-/dev/null}" || echo 0) + 1))
     EGMLA_FACTS+=(--port "$EGMLA_PORT" --log "$EGMLA_LOG")
     egmla_say "launcher: job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}, ${#EGMLA_NODES[@]} nodes with $EGMLA_RANKS ranks each, meeting at ${EGMLA_NODES[0]}:$EGMLA_PORT"
     if [ "${SLURM_RESTART_COUNT:-0}" != 0 ]; then # nobody watches a restart: what goes wrong in it is counted
@@ -74,10 +74,21 @@ egmla_check_nodes() {
 # One field of Slurm's record of this job.
 egmla_job_field() { scontrol show job "$SLURM_JOB_ID" 2>/dev/null | sed -n "s/^ *\(.* \)\{0,1\}$1=\([^ ].*\)\$/\2/p"; }
 
+# The file that this script's stderr is. Slurm's record comes second: newer versions leave its %j and %x as they are.
+egmla_find_log() {
+    local log
+    log="$(readlink "/proc/$$/fd/2" 2>/dev/null || true)"
+    if [ -f "$log" ]; then printf '%s\n' "$log"; else egmla_job_field StdErr; fi
+}
+
 # Ends the script with $1, unless a signal was the reason: then there is nothing to save yet, and the job starts again.
+# Somebody who sends SIGINT wants it to end.
 egmla_refused() {
-    [ "$egmla_signal" = 0 ] || egmla_start_again
-    exit "$1"
+    case "$egmla_signal" in
+        0) exit "$1" ;;
+        2) egmla_say "launcher: stopped by SIGINT before training; submit it again to resume" && exit 130 ;;
+        *) egmla_start_again ;;
+    esac
 }
 
 # What the end of a step with exit code $1 means. $2: the launch was recorded. The rest goes to `launching end`.

@@ -16,10 +16,31 @@ EGMLA_RANKS=1        # of each node
 EGMLA_SRUN=(srun)    # with what every step needs
 EGMLA_INSIDE=()      # starts a command in the container, on a node
 
+EGMLA_INTERACTIVE=4294967290 # step of the shell that salloc opens on the first node of many sites
+
 # A job of this script, or an allocation (salloc) that it is started in; not a shell inside a step. A job that was
 # submitted from such a shell inherits its step's variables: there the copy that Slurm runs tells.
 egmla_under_slurm() {
-    [ -n "${SLURM_JOB_ID:-}" ] && { [ -z "${SLURM_STEP_ID:-}" ] || [ "${0##*/}" = slurm_script ]; }
+    [ -n "${SLURM_JOB_ID:-}" ] && case "${SLURM_STEP_ID:-}" in
+        '' | "$EGMLA_INTERACTIVE") ;;
+        *) [ "${0##*/}" = slurm_script ] ;;
+    esac
+}
+
+# CPUs that the job has on every node, where they differ on the poorest: "72(x2),36" are 36.
+egmla_cpus_of_node() {
+    local cpus="${SLURM_JOB_CPUS_PER_NODE:-${SLURM_CPUS_ON_NODE:-1}}"
+    tr ',' '\n' <<<"$cpus" | sed 's/(.*//' | sort -n | sed -n 1p
+}
+
+# GPUs that the job has on its first node; a login node, where salloc may leave its shell, is told of none.
+egmla_gpus_of_node() {
+    # shellcheck disable=SC2016 # expanded on the node
+    if [ -n "${SLURM_GPUS_ON_NODE:-}" ] || egmla_on_first_node; then
+        printf '%s\n' "${SLURM_GPUS_ON_NODE:-0}"
+    else
+        srun --nodes=1 --ntasks=1 --nodelist="${EGMLA_NODES[0]}" bash -c 'echo "${SLURM_GPUS_ON_NODE:-0}"'
+    fi
 }
 
 # Whether this script runs on the job's first node, as batch scripts do.
@@ -30,12 +51,16 @@ egmla_open_job() {
     local node gpus
     if egmla_under_slurm; then
         unset SLURM_CPU_BIND SLURM_CPU_BIND_TYPE SLURM_CPU_BIND_LIST SLURM_CPU_BIND_VERBOSE # of a shell inside a step
+        unset SLURM_EXPORT_ENV # of sbatch --export=NONE: tasks need what is exported here
+        unset SLURM_CPUS_PER_TASK SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK # one task gets all that a node has
         while IFS= read -r node; do EGMLA_NODES+=("$node"); done < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
         [ "${#EGMLA_NODES[@]}" -gt 0 ] || egmla_die "Slurm: scontrol names no nodes for job $SLURM_JOB_ID; is Slurm working?"
-        gpus="${SLURM_GPUS_ON_NODE:-0}"
+        gpus="$(egmla_gpus_of_node)" || egmla_die "Slurm: no step starts on ${EGMLA_NODES[0]}; try: srun hostname"
         # since 22.05 srun does not take it from the job, and a task would get one core
-        EGMLA_SRUN+=(--cpus-per-task="${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-1}}")
+        EGMLA_SRUN+=(--cpus-per-task="$(egmla_cpus_of_node)")
     else
+        [ "${SLURM_JOB_NUM_NODES:-1}" = 1 ] ||
+            egmla_say "warning: a shell inside a step uses this machine alone, not the job's $SLURM_JOB_NUM_NODES nodes; use sbatch, or the shell of salloc"
         EGMLA_NODES=("$(hostname)")
         gpus="$(egmla_gpus)"
     fi
@@ -91,8 +116,8 @@ exec "$@"'
 egmla_on_nodes() {
     local patience="$1"
     shift
-    egmla_follow "${EGMLA_SRUN[@]}" --ntasks="${#EGMLA_NODES[@]}" --ntasks-per-node=1 --kill-on-bad-exit=0 \
-        --wait="$patience" bash -c "$EGMLA_TASK" task ${EGMLA_INSIDE[@]+"${EGMLA_INSIDE[@]}"} "$@"
+    egmla_follow "${EGMLA_SRUN[@]}" --nodes="${#EGMLA_NODES[@]}" --ntasks="${#EGMLA_NODES[@]}" --ntasks-per-node=1 \
+        --kill-on-bad-exit=0 --wait="$patience" bash -c "$EGMLA_TASK" task ${EGMLA_INSIDE[@]+"${EGMLA_INSIDE[@]}"} "$@"
 }
 
 # Runs the Python program "$@" on all ranks of all nodes, or of this machine.

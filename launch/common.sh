@@ -21,8 +21,20 @@ source "$EGMLA_ROOT/launch/environment.sh"
 EGMLA_VENV="${EGMLA_VENV:-$EGMLA_ROOT/.venv}"
 EGMLA_EXTRAS="${EGMLA_EXTRAS:-dev}"
 
-# Number of GPUs of this machine.
-egmla_gpus() { nvidia-smi --list-gpus 2>/dev/null | grep -c . || true; }
+# Number of GPUs of this machine, of those that CUDA_VISIBLE_DEVICES leaves.
+egmla_gpus() {
+    local listed gpus visible
+    if ! listed="$(nvidia-smi --list-gpus 2>&1)" && command -v nvidia-smi >/dev/null; then
+        egmla_say "warning: nvidia-smi fails (${listed%%$'\n'*}), so no GPU is used; mend the driver if there is one"
+        listed=
+    fi
+    gpus="$(grep -c '^GPU ' <<<"$listed" || true)" # not their MIG devices, which follow indented
+    if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then # as CUDA reads it: up to the first that is none
+        visible="$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | sed -n '/^ *\([0-9]\|GPU-\|MIG-\)/!q;p' | grep -c . || true)"
+        gpus=$((visible < gpus ? visible : gpus))
+    fi
+    printf '%s\n' "$gpus"
+}
 
 egmla_enter() {
     if [ "$SITE_CONTAINER" != none ]; then

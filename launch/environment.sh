@@ -127,8 +127,8 @@ egmla_install_failed() {
     local network='network is unreachable|dns error|resolve host|name resolution|name or service not known|timed out'
     network+='|connection (refused|reset|error|aborted)|new connection|error sending request|failed to fetch'
     if grep -qiE "$network" "$EGMLA_LOG"; then
-        egmla_die "packages cannot be fetched: the network or the package index does not answer; try again, point" \
-            "UV_INDEX_URL or PIP_INDEX_URL to a mirror, or set EGMLA_VENV=none to use the active environment; log: $EGMLA_LOG"
+        egmla_die "packages cannot be fetched: the network or the package index does not answer; try again (where nodes have no" \
+            "network: bash launch/pretrain_base.sh --check on the login node, before the job), point UV_INDEX_URL or PIP_INDEX_URL to a mirror, or set EGMLA_VENV=none to use the active environment; log: $EGMLA_LOG"
     fi
     reason="$(grep -iE 'error|no space|no solution' "$EGMLA_LOG" | tail -n 1 | cut -c 1-160)"
     egmla_die "installation failed: ${reason:-see the log}; mend that and run again; log: $EGMLA_LOG"

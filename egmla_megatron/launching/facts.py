@@ -90,6 +90,9 @@ def _gpus(cfg: RunConfig, facts: Facts, token: str) -> None:
     if seen < given:
         raise UserError(f"GPUs: Slurm gave {given}, the driver shows {seen}; look at nvidia-smi there")
     check_machine(cfg)
+    ranks = whole_number("LOCAL_WORLD_SIZE", 1, 1)
+    if seen > ranks:
+        facts["warnings"].append(f"{seen} GPUs are there, {ranks} are used (sbatch --gpus-per-node, EGMLA_NPROC)")
     if not facts["gpus"] or shutil.which("nvidia-smi") is None:
         return
     fields = "name,driver_version,memory.used,ecc.errors.uncorrected.volatile.total"

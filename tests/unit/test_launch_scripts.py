@@ -106,13 +106,64 @@ def test_a_copy_in_the_spool_folder_finds_the_repository(desk: Desk, tmp_path: P
     assert "[fit] [--nodes] [n1 n2] [--ranks] [4] [--job] [7]" in asked[0]
     assert asked[0].endswith("[pretrain_base] [parallel.gate_group=8] [train.steps=3]")
     training = next(line for line in asked if "[egmla_megatron.train]" in line)
-    assert "[--cpus-per-task=8] [--ntasks=2] [--ntasks-per-node=1]" in training
+    assert "[--cpus-per-task=8] [--nodes=2] [--ntasks=2] [--ntasks-per-node=1]" in training
     assert "[--nproc-per-node] [4] [--nnodes] [2]" in training and "[n1:20007] [--rdzv-id] [7-0]" in training
     assert training.endswith("[parallel.gate_group=8] [train.steps=3] [parallel.gate_group=2]")
     assert f"[--log] [{desk.home}/the log.out]" in asked[-1] and "[end]" in asked[-1]
     lost = desk.run(spool, **{**desk.slurm("(null)"), "SLURM_SUBMIT_DIR": str(desk.home)})
     assert lost[0] == 2 and "error: pretrain_base.sh: the repository was not found; set EGMLA_ROOT" in lost[2]
     assert desk.run(spool, **{**desk.slurm("(null)"), "SLURM_SUBMIT_DIR": str(desk.root)})[0] == 0
+
+
+def test_a_shell_of_salloc_uses_the_whole_allocation(desk: Desk) -> None:
+    """Its step, a login node that knows no GPUs, nodes with fewer cores, and options for tasks that are not started."""
+    asks = desk.bin / "srun"
+    asks.write_text(_SRUN + 'case "$*" in *SLURM_GPUS_ON_NODE*) echo 4 ;; esac\n')
+    job = desk.slurm("(null)")
+    shell = {**job, "SLURM_JOB_CPUS_PER_NODE": "16(x2),12", "SLURM_CPUS_PER_TASK": "2", "SLURM_STEP_ID": "4294967290"}
+    login = {name: value for name, value in shell.items() if "NODE" not in name or "_JOB_" in name}
+    login.pop("SLURM_STEP_ID")
+    for variables in (shell, login):
+        code, _, err = desk.run("pretrain_base.sh", **variables)
+        assert code == 0, err
+        training = next(line for line in err.splitlines() if "[egmla_megatron.train]" in line)
+        assert "[--nproc-per-node] [4] [--nnodes] [2]" in training and "[--cpus-per-task=12]" in training
+    inner = {**shell, "SLURM_STEP_ID": "0", "SLURM_JOB_NUM_NODES": "2"}
+    code, _, err = desk.run("pretrain_base.sh", **inner)
+    assert code == 0 and "warning: a shell inside a step uses this machine alone" in err and "srun [" not in err
+
+
+def test_the_log_is_the_file_that_stderr_is(desk: Desk, tmp_path: Path) -> None:
+    log = tmp_path / "pretrain_base_7.out"
+    job = {**desk.slurm("(null)"), "LOG": str(log), "SCRIPT": str(desk.root / "launch" / "pretrain_base.sh")}
+    wrapper = tmp_path / "wrapper.sh"
+    wrapper.write_text('exec "$BASH" "$SCRIPT" 2>"$LOG"\n')
+    assert desk.run(wrapper, **job)[0] == 0
+    assert f"[--log] [{log}]" in log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "said"), [("INT", 130, "stopped by SIGINT"), ("TERM", 1, "submit it once more")]
+)
+def test_a_signal_during_the_first_checks(desk: Desk, name: str, code: int, said: str) -> None:
+    """SIGINT ends the job for good; any other puts it back into the queue, which this stand-in for Slurm refuses."""
+    script = "$(ps -o ppid= -p $PPID)"  # between the two lies the subshell that reads the answer
+    (desk.bin / "python").write_text(_PYTHON + f'case " $* " in *" fit "*) kill -{name} {script}; exit 1 ;; esac\n')
+    (desk.bin / "scontrol").write_text(_SCONTROL + 'case "$1" in requeue) exit 1 ;; esac\n')
+    ended, _, err = desk.run("pretrain_base.sh", **desk.slurm("(null)"))
+    assert ended == code and said in err and "unbound" not in err, err
+
+
+def test_gpus_are_those_that_are_visible(desk: Desk) -> None:
+    assert "warning: nvidia-smi fails" in desk.run("pretrain_base.sh", "--check")[2]
+    listed = "".join(
+        f"echo 'GPU {n}: NVIDIA X (UUID: GPU-{n})'; echo '  MIG 1g Device 0: (UUID: MIG-{n})'\n" for n in range(8)
+    )
+    (desk.bin / "nvidia-smi").write_text("#!/bin/bash\n" + listed)
+    cases = {None: 8, "2,3": 2, "0, 1,-1,4": 2, "": 1, "NoDevFiles": 1, "GPU-1": 1, "0,1,2,3,4,5,6,7,8,9": 8}
+    for visible, ranks in cases.items():
+        extra = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+        assert f"ok: 1 nodes with {ranks} ranks" in desk.run("pretrain_base.sh", "--check", **extra)[2], visible
 
 
 def test_one_machine_needs_no_slurm(desk: Desk) -> None:

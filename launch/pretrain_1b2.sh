@@ -3,8 +3,9 @@
 #   sbatch [--nodes=N ...] launch/pretrain_1b2.sh [section.key=value ...]    any number of nodes
 #   bash launch/pretrain_1b2.sh [section.key=value ...]                      this machine, with 0 to 8 GPUs
 # The same command again resumes; under Slurm the job starts itself again until the run is complete. Where the ranks
-# cannot use the settings, the micro-batch or the gate group becomes smaller, and that is said. A cluster without GPUs:
-# sbatch --gpus-per-node=0. `sbatch --nodes=2-4` lets every start take what there is.
+# cannot use the settings, the micro-batch or the gate group becomes smaller, and that is said. Options of sbatch win
+# over those below: --gpus-per-node=4 for nodes with four GPUs (0: without), --time=1-00:00:00 where the partition allows
+# no more; --nodes=2-4 lets every start take what there is.
 #SBATCH --job-name=pretrain_1b2
 #SBATCH --nodes=4
 #SBATCH --gpus-per-node=8

@@ -52,7 +52,7 @@ egmla_enter() {
     cd "$EGMLA_ROOT"
 }
 
-# What the caller's environment says wrong is said at once, not after an installation of minutes.
+# What the caller's environment or the site says wrong is said at once, not after an installation of minutes.
 egmla_check_variables() {
     local extra extras
     [ -z "${EGMLA_NPROC:-}" ] || egmla_count EGMLA_NPROC "$EGMLA_NPROC"
@@ -63,7 +63,7 @@ egmla_check_variables() {
     done
 }
 
-egmla_check_variables
 egmla_read_site
 egmla_apply_site
+egmla_check_variables
 egmla_enter

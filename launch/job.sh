@@ -49,6 +49,8 @@ egmla_on_first_node() { [ "${SLURMD_NODENAME:-}" = "${EGMLA_NODES[0]}" ]; }
 # Fills the variables above. Called once.
 egmla_open_job() {
     local node gpus
+    [[ "${EGMLA_REQUEUE:-yes}" =~ ^(yes|no)$ ]] ||
+        egmla_die "EGMLA_REQUEUE: got $EGMLA_REQUEUE, allowed yes, no; set it to no for a job that never starts again by itself"
     if egmla_under_slurm; then
         unset SLURM_CPU_BIND SLURM_CPU_BIND_TYPE SLURM_CPU_BIND_LIST SLURM_CPU_BIND_VERBOSE # of a shell inside a step
         unset SLURM_EXPORT_ENV # of sbatch --export=NONE: tasks need what is exported here
@@ -84,7 +86,8 @@ egmla_open_container() {
 }
 
 egmla_check_partition() {
-    if [ -n "$SITE_PARTITION" ] && [ -n "${SLURM_JOB_PARTITION:-}" ] && [ "$SITE_PARTITION" != "$SLURM_JOB_PARTITION" ]; then
+    if [ -n "$SITE_PARTITION" ] && [ -n "${SLURM_JOB_PARTITION:-}" ] &&
+        [[ ",$SITE_PARTITION," != *",$SLURM_JOB_PARTITION,"* ]]; then # sbatch takes several
         egmla_say "warning: this job runs in partition $SLURM_JOB_PARTITION, site.sh says $SITE_PARTITION; bash launch/submit.sh applies it"
     fi
 }

@@ -38,6 +38,22 @@ egmla_read_site_file() {
     source "$EGMLA_SITE" >&2
 }
 
+# The command is a function of login shells, which batch jobs are not, and modules read variables that are not set.
+egmla_load_modules() {
+    local init
+    set +u
+    for init in "${EGMLA_PROFILES:-/etc/profile.d}"/{z00_lmod,lmod,modules}.sh; do
+        # shellcheck disable=SC1090 # the site's own file
+        type module >/dev/null 2>&1 || [ ! -r "$init" ] || source "$init" >&2 || true
+    done
+    type module >/dev/null 2>&1 ||
+        egmla_die "$EGMLA_SITE: SITE_MODULES: there is no command module here; leave it out, or define that function in site.sh"
+    # shellcheck disable=SC2086 # several names
+    module load $SITE_MODULES >&2 ||
+        egmla_die "$EGMLA_SITE: SITE_MODULES: module load $SITE_MODULES failed; try module avail"
+    set -u
+}
+
 # Loads, exports and chooses what they say.
 egmla_apply_site() {
     local setting
@@ -46,13 +62,7 @@ egmla_apply_site() {
             egmla_die "$EGMLA_SITE: SITE_ENVIRONMENT: got $setting, allowed NAME=value; write SITE_ENVIRONMENT=(A=1 B=2)"
         export "${setting?}"
     done
-    if [ -n "$SITE_MODULES" ]; then
-        type module >/dev/null 2>&1 ||
-            egmla_die "$EGMLA_SITE: SITE_MODULES: there is no command module here; leave it out, or define it in site.sh"
-        # shellcheck disable=SC2086 # several names
-        module load $SITE_MODULES >&2 ||
-            egmla_die "$EGMLA_SITE: SITE_MODULES: module load $SITE_MODULES failed; try module avail"
-    fi
+    [ -z "$SITE_MODULES" ] || egmla_load_modules
     if [ -n "$SITE_INTERFACE" ]; then
         export NCCL_SOCKET_IFNAME="$SITE_INTERFACE" GLOO_SOCKET_IFNAME="$SITE_INTERFACE"
     fi

@@ -57,7 +57,7 @@ class Desk:
     def run(self, script: Path | str, *arguments: str, **extra: str) -> tuple[int, str, str]:
         path = self.root / "launch" / script if isinstance(script, str) else script
         env = {"PATH": f"{self.bin}:{os.environ['PATH']}", "HOME": str(self.home), "EGMLA_VENV": "none"}
-        env["EGMLA_PYTHON"] = str(self.bin / "python")
+        env |= {"EGMLA_PYTHON": str(self.bin / "python"), "EGMLA_PROFILES": str(self.home)}
         command = ["bash", str(path), *arguments]
         done = subprocess.run(command, cwd=self.home, env=env | extra, text=True, capture_output=True, timeout=60)
         return done.returncode, done.stdout, done.stderr
@@ -215,6 +215,16 @@ def test_the_site_file_reaches_the_job(desk: Desk, root: Path) -> None:
     )
     desk.site("if true; then SITE_INTERFACE=ib0; fi", "SITE_ENVIRONMENT=(NCCL_DEBUG=WARN B='two words')")
     assert "WARN ib0" in desk.run("pretrain_base.sh")[2]
+    desk.site("SITE_MODULES='gcc cuda'")
+    (desk.home / "modules.sh").write_text('module() { echo "$NOT_SET module $*"; }\n')
+    assert "\n module load gcc cuda\n" in "\n" + desk.run("pretrain_base.sh")[2]
+    desk.site("SITE_ENVIRONMENT=(EGMLA_EXTRAS=eggs)")
+    assert desk.run("pretrain_base.sh")[2].startswith("error: EGMLA_EXTRAS: got eggs, allowed dev, te, eval")
+    desk.site("SITE_PARTITION=cpu,gpu")
+    job = desk.slurm("(null)")
+    assert "warning: this job runs" not in desk.run("pretrain_base.sh", **job, SLURM_JOB_PARTITION="gpu")[2]
+    assert "in partition pu, site.sh says" in desk.run("pretrain_base.sh", **job, SLURM_JOB_PARTITION="pu")[2]
+    assert "EGMLA_REQUEUE: got 0, allowed yes, no" in desk.run("pretrain_base.sh", EGMLA_REQUEUE="0")[2]
     desk.site("SITE_ACCOUNT='my project'", "SITE_PARTITION=gpu")
     code, out, _ = desk.run("submit.sh", "--nodes=4", "launch/pretrain_base.sh", "run.dir=a b")
     assert code == 0

@@ -166,6 +166,15 @@ def test_a_question_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     assert found["versions"]["python"] and found["gpus"] >= 0 and found["free_mib"] > 0
 
 
+def test_gpus_that_no_rank_uses_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facts_module, "gpu_count", lambda: 8)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setenv("PATH", "")  # no nvidia-smi
+    found: dict[str, Any] = {"warnings": [], "problems": []}
+    facts_module._gpus(tiny_run(), found, "")
+    assert found["warnings"] == ["8 GPUs are there, 1 are used (sbatch --gpus-per-node, EGMLA_NPROC)"]
+
+
 def test_nodes_meet_and_strangers_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting_module, "_PATIENCE_S", 1.0)
     meeting = Host(0, "token", 10.0)

@@ -18,7 +18,7 @@ egmla_ask() {
 }
 
 egmla_train() {
-    local argument adapted check=
+    local argument adapted check='' began=''
     EGMLA_SETTINGS=("$1")
     shift
     for argument in "$@"; do
@@ -37,27 +37,31 @@ egmla_train() {
         EGMLA_LOG_FROM=$(($(wc -l 2>/dev/null <"${EGMLA_LOG:-/dev/null}" || echo 0) + 1))
     fi
     EGMLA_FACTS=(--nodes "${EGMLA_NODES[*]}" --ranks "$EGMLA_RANKS" --job "${SLURM_JOB_ID:-$$}" --restart "${SLURM_RESTART_COUNT:-0}")
-    adapted="$(egmla_ask fit)" || egmla_refused "$?"
+    if egmla_under_slurm && [ -z "$check" ]; then
+        EGMLA_FACTS+=(--log "$EGMLA_LOG")
+        if [ "${SLURM_RESTART_COUNT:-0}" != 0 ]; then # nobody watches a restart: what goes wrong in it is counted
+            egmla_ask begin || egmla_refused "$?"
+            began=yes
+        fi
+    fi
+    adapted="$(egmla_ask fit)" || egmla_end "$?" "$began"
     # shellcheck disable=SC2206 # words without spaces
     EGMLA_SETTINGS+=($adapted)
     if [ -n "$check" ]; then
         egmla_say "ok: ${#EGMLA_NODES[@]} nodes with $EGMLA_RANKS ranks each"
     elif egmla_under_slurm; then
-        egmla_train_under_slurm
+        egmla_train_under_slurm "$began"
     else
         egmla_on_ranks -m egmla_megatron.train "${EGMLA_SETTINGS[@]}"
     fi
 }
 
+# $1: this launch is recorded already.
 egmla_train_under_slurm() {
-    local code=0 began=
+    local code=0 began="$1"
     egmla_find_port
-    EGMLA_FACTS+=(--port "$EGMLA_PORT" --log "$EGMLA_LOG")
+    EGMLA_FACTS+=(--port "$EGMLA_PORT")
     egmla_say "launcher: job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}, ${#EGMLA_NODES[@]} nodes with $EGMLA_RANKS ranks each, meeting at ${EGMLA_NODES[0]}:$EGMLA_PORT"
-    if [ "${SLURM_RESTART_COUNT:-0}" != 0 ]; then # nobody watches a restart: what goes wrong in it is counted
-        egmla_ask begin || egmla_refused "$?"
-        began=yes
-    fi
     egmla_check_nodes || egmla_end "$?" "$began" --checks
     [ -n "$began" ] || egmla_ask begin || egmla_refused "$?"
     egmla_on_ranks -m egmla_megatron.train "${EGMLA_SETTINGS[@]}" || code=$?

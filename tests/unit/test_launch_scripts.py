@@ -154,6 +154,17 @@ def test_a_signal_during_the_first_checks(desk: Desk, name: str, code: int, said
     assert ended == code and said in err and "unbound" not in err, err
 
 
+def test_a_restart_is_recorded_before_it_can_fail(desk: Desk) -> None:
+    """A first check that breaks down on a bad node is a crash of this start, and asked what follows from it."""
+    (desk.bin / "python").write_text(_PYTHON + 'case " $* " in *" fit "*) exit 1 ;; *" end "*) exit 75 ;; esac\n')
+    job = desk.slurm("(null)")
+    code, _, err = desk.run("pretrain_base.sh", **job, SLURM_RESTART_COUNT="1", EGMLA_REQUEUE="no")
+    asked = [line.split("] [")[2] for line in err.splitlines() if line.startswith("python")]
+    assert (code, asked) == (1, ["begin", "fit", "end"]) and "[--code] [1] [--signal] [0]" in err, err
+    code, _, err = desk.run("pretrain_base.sh", **job)
+    assert code == 1 and "[begin]" not in err and "[end]" not in err  # somebody watches the first start
+
+
 def test_gpus_are_those_that_are_visible(desk: Desk) -> None:
     assert "warning: nvidia-smi fails" in desk.run("pretrain_base.sh", "--check")[2]
     listed = "".join(

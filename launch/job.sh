@@ -146,9 +146,11 @@ egmla_find_port() {
 }
 
 egmla_catch() {
+    local before="$egmla_signal"
     egmla_signal="$1"
     case "$1" in
-        2) scancel --signal=INT "$SLURM_JOB_ID" 2>/dev/null || true ;; # srun takes it for a question
+        # srun takes it for a question. Once: in salloc this script may lie in a step, and get what all steps get
+        2) [ "$before" = 2 ] || scancel --signal=INT "$SLURM_JOB_ID" 2>/dev/null || true ;;
         # srun passes USR1 on; at SIGTERM it would kill the ranks after KillWait, whether they have saved or not
         *) [ -z "$egmla_child" ] || kill -s USR1 "$egmla_child" 2>/dev/null || true ;;
     esac

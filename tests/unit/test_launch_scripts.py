@@ -150,8 +150,13 @@ def test_a_signal_during_the_first_checks(desk: Desk, name: str, code: int, said
     script = "$(ps -o ppid= -p $PPID)"  # between the two lies the subshell that reads the answer
     (desk.bin / "python").write_text(_PYTHON + f'case " $* " in *" fit "*) kill -{name} {script}; exit 1 ;; esac\n')
     (desk.bin / "scontrol").write_text(_SCONTROL + 'case "$1" in requeue) exit 1 ;; esac\n')
+    echo = '#!/bin/bash\n{ printf scancel; printf " [%s]" "$@"; echo; } >>"$HOME/told"; kill -INT $PPID\n'
+    (desk.bin / "scancel").write_text(echo)
+    (desk.bin / "scancel").chmod(0o755)
     ended, _, err = desk.run("pretrain_base.sh", **desk.slurm("(null)"))
     assert ended == code and said in err and "unbound" not in err, err
+    told = desk.home / "told"
+    assert (told.read_text() if told.exists() else "") == ("scancel [--signal=INT] [7]\n" if name == "INT" else "")
 
 
 def test_a_restart_is_recorded_before_it_can_fail(desk: Desk) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -72,6 +73,9 @@ def test_signal_before_the_limit_a_killed_rank_and_scancel(
     assert got == {step: expected[step] for step in got}
 
 
+@pytest.mark.skipif(
+    not os.environ.get("EGMLA_LONG_TESTS"), reason="takes four minutes of two cores: EGMLA_LONG_TESTS=1 runs it"
+)
 def test_dead_nodes_and_fewer_of_them(cluster: Cluster, tmp_path: Path, reference: SlurmJob) -> None:
     """Four nodes, of which one and then the first, with the script itself, lose power: the job goes on, on three and
     on two. The port that belongs to the job's number is taken."""

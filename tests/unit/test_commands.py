@@ -50,7 +50,7 @@ def test_a_wrong_option_is_one_line(
     ("tool", "arguments", "message"),
     [
         ("plan", [], "the following arguments are required: config"),
-        ("plan", ["quickstart", "--world-size", "two"], "argument --world-size: invalid int value: 'two'"),
+        ("plan", ["quickstart", "--world-size", "two"], "argument --gpus/--world-size: invalid int value: 'two'"),
         ("plan", ["quickstart", "--world", "2"], "unrecognized arguments: --world"),  # no guessing
         ("convert_checkpoint", [], "the following arguments are required: command"),
         ("convert_checkpoint", ["to-hf", "a"], "the following arguments are required: dst"),

@@ -1,0 +1,150 @@
+"""`tools/bench_train.py` on every rank: variants one after another in one job, rows on rank 0."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from egmla_megatron.bench.batches import open_dataset
+from egmla_megatron.bench.measure import Measurement, measure
+from egmla_megatron.bench.record import commit, hardware, software
+from egmla_megatron.bench.schedule import Schedule
+from egmla_megatron.bench.train_variants import TrainVariant
+from egmla_megatron.config.check import Layout
+from egmla_megatron.config.schema import RunConfig
+from egmla_megatron.model.count import flops_per_token
+from egmla_megatron.model.spec import choose_implementation, choose_kernels
+from egmla_megatron.parallel.world import World, close_world, form_groups, open_world
+from egmla_megatron.report.memory import worst_stage
+from egmla_megatron.report.tables import markdown
+from egmla_megatron.train.metrics import dense_peak_flops
+
+__all__ = ["TrainBench", "run_train_bench"]
+
+# megatron-core sets them for a process and refuses a second model that wants others
+_TE_ATTENTION = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+
+
+@dataclass(frozen=True)
+class TrainBench:
+    """What runs."""
+
+    configs: dict[TrainVariant, RunConfig]  # the first is what the others are compared with
+    layouts: dict[TrainVariant, Layout]
+    schedule: Schedule
+    rounds: int
+    json: Path | None
+
+
+def run_train_bench(bench: TrainBench, command: Sequence[str]) -> int:
+    """Measure on all ranks that the launcher started; rank 0 prints a table and writes. Returns the exit code."""
+    first = next(iter(bench.configs))
+    world = open_world(bench.configs[first], bench.layouts[first])
+    found: dict[TrainVariant, list[list[Measurement]]] = {variant: [] for variant in bench.configs}
+    order = list(bench.configs)
+    for number in range(bench.rounds):
+        for variant in order[:: -1 if number % 2 else 1]:  # back and forth, so that drift hurts all alike
+            world = _world(bench, variant, world)
+            found[variant].append(_measure_everywhere(bench, variant, world))
+    if world.is_first:
+        rows = [_row(bench, variant, rounds, world) for variant, rounds in found.items()]
+        result = {
+            "hardware": hardware(world.device),
+            "software": software(),
+            "commit": commit(),
+            "command": " ".join(command),
+            "rows": rows,
+        }
+        if bench.json is not None:
+            bench.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        print(_table(rows), flush=True)
+    dist.barrier(group=world.control)
+    close_world()
+    return 0
+
+
+def _world(bench: TrainBench, variant: TrainVariant, world: World) -> World:
+    for name in _TE_ATTENTION:
+        os.environ.pop(name, None)
+    layout = bench.layouts[variant]
+    if layout == world.layout:
+        return world
+    return form_groups(bench.configs[variant], layout, world.local_rank, world.device, world.store)
+
+
+def _measure_everywhere(bench: TrainBench, variant: TrainVariant, world: World) -> list[Measurement]:
+    cfg = bench.configs[variant]
+    mine = measure(cfg, world, open_dataset(cfg, bench.schedule.total), bench.schedule)
+    everyone: list[Any] = [None] * world.size
+    dist.all_gather_object(everyone, mine, group=world.control)
+    if world.is_first:
+        times = _times([everyone])
+        print(f"{variant.name}: {statistics.median(times):.1f} ms a step", file=sys.stderr, flush=True)
+    return everyone
+
+
+def _times(rounds: list[list[Measurement]]) -> list[float]:
+    """ms of every timed step, of the slowest rank."""
+    return [max(step) for ranks in rounds for step in zip(*(rank.step_ms for rank in ranks), strict=True)]
+
+
+def _row(bench: TrainBench, variant: TrainVariant, rounds: list[list[Measurement]], world: World) -> dict[str, Any]:
+    cfg, layout = bench.configs[variant], bench.layouts[variant]
+    times = sorted(_times(rounds))
+    median = statistics.median(times)
+    tokens = cfg.train.global_batch_size * cfg.train.seq_length
+    flops = (
+        tokens / (median / 1e3) / layout.world_size * flops_per_token(cfg.model, cfg.train.seq_length).forward_backward
+    )
+    peak = dense_peak_flops(world.device)
+    te = choose_implementation(cfg.parallel.implementation) == "te"
+    planned = worst_stage(cfg, layout, te=te, triton=choose_kernels(cfg.parallel.kernels) == "triton")[1].total
+    cuda = world.device.type == "cuda"
+    last = rounds[-1][-1]
+    return {
+        "variant": variant.name,
+        "settings": list(variant.settings),
+        "ranks": layout.world_size,
+        "step_ms_median": round(median, 3),
+        "step_ms_p10": round(times[int(0.1 * (len(times) - 1))], 3),
+        "step_ms_p90": round(times[round(0.9 * (len(times) - 1))], 3),
+        "n": len(times),
+        "tokens_per_second": round(tokens / (median / 1e3), 1),
+        "tflops_per_second_per_rank": round(flops / 1e12, 4),
+        "mfu": round(flops / peak, 4) if peak else None,
+        "peak_mib": max(rank.peak_mib or 0.0 for ranks in rounds for rank in ranks) if cuda else None,
+        "predicted_mib": planned / 2**20 if cuda else None,
+        "loss_first": last.losses[0],
+        "loss_last": last.losses[-1],
+    }
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    head = ["variant", "ms a step (p10 to p90)", "n", "tokens/s", f"x {rows[0]['variant']}", "TFLOP/s a rank", "MFU"]
+    head += ["peak MiB", "predicted", "loss first, last"]
+    lines = []
+    for row in rows:
+        known = row["peak_mib"] is not None
+        lines.append(
+            [
+                row["variant"],
+                f"{row['step_ms_median']:.1f} ({row['step_ms_p10']:.1f} to {row['step_ms_p90']:.1f})",
+                str(row["n"]),
+                f"{row['tokens_per_second']:,.0f}",
+                f"{row['tokens_per_second'] / rows[0]['tokens_per_second']:.2f}",
+                f"{row['tflops_per_second_per_rank']:.2f}",
+                "-" if row["mfu"] is None else f"{row['mfu']:.1%}",
+                f"{row['peak_mib']:,.0f}" if known else "-",
+                f"{row['predicted_mib'] / row['peak_mib'] - 1:+.1%}" if known else "-",
+                f"{row['loss_first']:.4f}, {row['loss_last']:.4f}",
+            ]
+        )
+    return markdown(head, lines)

@@ -1,0 +1,61 @@
+"""The comparison of training speeds: which variants there are, and a whole run on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from egmla_megatron.bench.schedule import Schedule
+from egmla_megatron.bench.train_variants import VARIANTS, choose_variants, train_config
+from egmla_megatron.errors import UserError
+
+SMALL = [
+    "model.num_layers=1",
+    "model.hidden_size=32",
+    "model.num_attention_heads=2",
+    "model.intermediate_size=48",
+    "model.vocab_size=128",
+    "train.seq_length=16",
+    "train.global_batch_size=2",
+    "train.micro_batch_size=1",
+    "parallel.gate_group=1",
+]
+
+
+def test_variants_are_settings_by_name() -> None:
+    base, both, own = choose_variants(["base", "mla+graph", "mine:model.kv_lora_rank=7,train.recompute=full"])
+    assert base.settings == ()
+    assert both.settings == (*VARIANTS["mla"].settings, *VARIANTS["graph"].settings)
+    assert own.name == "mine" and own.settings == ("model.kv_lora_rank=7", "train.recompute=full")
+    cfg = train_config("quickstart", ["model.kv_lora_rank=16"], own, Schedule(1, 2, 0), cuda=False)
+    assert cfg.model.kv_lora_rank == 7 and cfg.train.steps == 4 and cfg.data.train == ()
+
+
+@pytest.mark.parametrize("words", [["mal"], ["base", "base"], ["mla+"], ["x:"], [":a=1"]])
+def test_other_names_are_refused(words: list[str]) -> None:
+    with pytest.raises(UserError, match="--variants: got"):
+        choose_variants(words)
+
+
+def test_a_whole_run(root: Path, tmp_path: Path) -> None:
+    command = [sys.executable, str(root / "tools" / "bench_train.py"), "quickstart", *SMALL, "--steps", "3"]
+    command += ["--warmup", "1", "--rounds", "2", "--variants", "base", "mla", "twice:train.global_batch_size=4"]
+    env = {**os.environ, "PYTHONPYCACHEPREFIX": os.environ.get("PYTHONPYCACHEPREFIX", str(tmp_path / "bytecode"))}
+    done = subprocess.run(
+        [*command, "--json", str(tmp_path / "out.json")], capture_output=True, text=True, env=env, timeout=280
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [row["variant"] for row in rows] == ["base", "mla", "twice"]
+    assert [row["n"] for row in rows] == [6, 6, 6]
+    for row in rows:
+        tokens = 32 * (2 if row["variant"] == "twice" else 1)
+        assert row["tokens_per_second"] == pytest.approx(tokens / (row["step_ms_median"] / 1e3), rel=1e-3)
+        assert row["loss_first"] != row["loss_last"]
+    assert rows[0]["tflops_per_second_per_rank"] > 0
+    assert "| base | " in done.stdout and "x base" in done.stdout

@@ -10,7 +10,7 @@ from typing import Any
 from egmla_megatron.bench.predict import Traffic
 from egmla_megatron.bench.variants import Variant
 
-__all__ = ["Facts", "make_row", "percentile"]
+__all__ = ["Facts", "make_row", "percentile", "slowest"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[low] + (position - low) * (ordered[high] - ordered[low])
 
 
-def _slowest(rounds: Sequence[Sequence[Any]]) -> list[list[float]]:
+def slowest(rounds: Sequence[Sequence[Any]]) -> list[list[float]]:
     """Per round: the time of every step, by its slowest rank."""
     return [[max(times) for times in zip(*(rank.step_ms for rank in ranks), strict=True)] for ranks in rounds]
 
@@ -59,7 +59,7 @@ def make_row(facts: Facts, rounds: Sequence[Sequence[Any]]) -> dict[str, Any]:
     Args:
         rounds: per round, the `Measurement` of every rank.
     """
-    per_round = _slowest(rounds)
+    per_round = slowest(rounds)
     times = [ms for some in per_round for ms in some]
     median = statistics.median(times)
     first, last = rounds[0][0], rounds[-1][0]

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from egmla_megatron.bench.batches import open_dataset
 from egmla_megatron.bench.measure import Measurement, measure
 from egmla_megatron.bench.record import commit, hardware, software
+from egmla_megatron.bench.rows import percentile, slowest
 from egmla_megatron.bench.schedule import Schedule
 from egmla_megatron.bench.train_variants import TrainVariant
 from egmla_megatron.config.check import Layout
@@ -86,19 +87,14 @@ def _measure_everywhere(bench: TrainBench, variant: TrainVariant, world: World) 
     everyone: list[Any] = [None] * world.size
     dist.all_gather_object(everyone, mine, group=world.control)
     if world.is_first:
-        times = _times([everyone])
+        (times,) = slowest([everyone])
         print(f"{variant.name}: {statistics.median(times):.1f} ms a step", file=sys.stderr, flush=True)
     return everyone
 
 
-def _times(rounds: list[list[Measurement]]) -> list[float]:
-    """ms of every timed step, of the slowest rank."""
-    return [max(step) for ranks in rounds for step in zip(*(rank.step_ms for rank in ranks), strict=True)]
-
-
 def _row(bench: TrainBench, variant: TrainVariant, rounds: list[list[Measurement]], world: World) -> dict[str, Any]:
     cfg, layout = bench.configs[variant], bench.layouts[variant]
-    times = sorted(_times(rounds))
+    times = [ms for each in slowest(rounds) for ms in each]
     median = statistics.median(times)
     tokens = cfg.train.global_batch_size * cfg.train.seq_length
     flops = (
@@ -114,8 +110,8 @@ def _row(bench: TrainBench, variant: TrainVariant, rounds: list[list[Measurement
         "settings": list(variant.settings),
         "ranks": layout.world_size,
         "step_ms_median": round(median, 3),
-        "step_ms_p10": round(times[int(0.1 * (len(times) - 1))], 3),
-        "step_ms_p90": round(times[round(0.9 * (len(times) - 1))], 3),
+        "step_ms_p10": round(percentile(times, 0.1), 3),
+        "step_ms_p90": round(percentile(times, 0.9), 3),
         "n": len(times),
         "tokens_per_second": round(tokens / (median / 1e3), 1),
         "tflops_per_second_per_rank": round(flops / 1e12, 4),

@@ -203,4 +203,8 @@ def gate_norm(
         weight_N, bias_N: of the LayerNorm; None: there is none.
         gate: one of `KERNEL_GATES`.
     """
+    if gate not in KERNEL_GATES:
+        raise ValueError(
+            f"gate: got {gate!r}, allowed {', '.join(KERNEL_GATES)}; teach _combine and _gradients the new one"
+        )
     return _GateNorm.apply(up_TN, gate_UN, row_map, weight_N, bias_N, eps, gate)

@@ -30,17 +30,23 @@ from egmla_megatron.errors import UserError
 __all__ = ["block_spec", "choose_implementation", "choose_kernels", "layer_spec"]
 
 
+def _missing(package: str) -> str:
+    """Why a package for GPUs cannot be used here; empty when it can."""
+    if importlib.util.find_spec(package) is None:
+        return f"{package} is not installed"
+    return "" if torch.cuda.is_available() else "no CUDA device"
+
+
 def choose_implementation(name: str) -> str:
     """Resolve `parallel.implementation`: auto means Transformer Engine where it can run.
 
     Raises:
         UserError: te asked for and not importable, or no GPU.
     """
-    importable = importlib.util.find_spec("transformer_engine") is not None
+    missing = _missing("transformer_engine")
     if name == "auto":
-        return "te" if importable and torch.cuda.is_available() else "torch"
-    if name == "te" and not (importable and torch.cuda.is_available()):
-        missing = "no CUDA device" if importable else "transformer_engine is not installed"
+        return "torch" if missing else "te"
+    if name == "te" and missing:
         raise UserError(f"parallel.implementation=te: {missing}; use torch, or install the extra 'te' on a GPU machine")
     return name
 
@@ -51,11 +57,10 @@ def choose_kernels(name: str) -> str:
     Raises:
         UserError: triton asked for and not importable, or no GPU.
     """
-    importable = importlib.util.find_spec("triton") is not None
+    missing = _missing("triton")
     if name == "auto":
-        return "triton" if importable and torch.cuda.is_available() else "torch"
-    if name == "triton" and not (importable and torch.cuda.is_available()):
-        missing = "no CUDA device" if importable else "triton is not installed"
+        return "torch" if missing else "triton"
+    if name == "triton" and missing:
         raise UserError(f"parallel.kernels: got triton, but {missing}; allowed: torch; use parallel.kernels=auto")
     return name
 

@@ -6,9 +6,23 @@ from dataclasses import dataclass
 
 from egmla_megatron.errors import UserError
 
-__all__ = ["CARDS", "USABLE", "Card", "find_card"]
+__all__ = ["CARDS", "PEAK_BF16_FLOPS", "USABLE", "Card", "find_card"]
 
 USABLE = 0.94  # of a card's memory: the rest is for CUDA, NCCL and gaps between blocks
+
+# dense bf16 peak of one card, FLOP/s, without sparsity (vendor data sheets)
+# the first name that is part of the card's counts, so the slower variants of a card come before it
+PEAK_BF16_FLOPS = {
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "H800 PCIe": 756e12,
+    "H800": 989e12,
+    "A100": 312e12,
+    "A800": 312e12,
+}
 
 
 @dataclass(frozen=True)
@@ -20,15 +34,8 @@ class Card:
     bf16_tflops: float  # dense peak, without sparsity
 
 
-CARDS = {
-    card.name: card
-    for card in (
-        Card("h100", 79.2, 989.0),
-        Card("h200", 139.8, 989.0),
-        Card("a100", 79.2, 312.0),
-        Card("a800", 79.2, 312.0),
-    )
-}
+_MEMORY_GIB = {"h100": 79.2, "h200": 139.8, "a100": 79.2, "a800": 79.2}
+CARDS = {name: Card(name, size, PEAK_BF16_FLOPS[name.upper()] / 1e12) for name, size in _MEMORY_GIB.items()}
 
 
 def find_card(name: str, memory_gib: float | None, bf16_tflops: float | None) -> Card:

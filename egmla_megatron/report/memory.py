@@ -51,6 +51,16 @@ def unique_fraction(tokens: int) -> float:
     return _UNIQUE[low] + (power - low) * (_UNIQUE[low + 1] - _UNIQUE[low])
 
 
+def _rows_per_token(cfg: RunConfig, tokens: int) -> float:
+    """Rows of the gating tables that a micro-batch takes."""
+    return unique_fraction(tokens) if cfg.parallel.unique_ids else 1.0
+
+
+def _bytes_wide(cfg: RunConfig) -> int:
+    """Of a weight or an activation."""
+    return 2 if cfg.train.precision == "bf16" else 4
+
+
 def worst_stage(cfg: RunConfig, layout: Layout, *, te: bool, triton: bool) -> tuple[int, Memory]:
     """(pipeline stage, its memory) that needs most."""
     stages = [(stage, memory_per_rank(cfg, layout, stage, te=te, triton=triton)) for stage in range(layout.pp)]
@@ -65,9 +75,9 @@ def memory_per_rank(cfg: RunConfig, layout: Layout, stage: int, *, te: bool, tri
         triton: gate and heads by our kernels.
     """
     dense, tables = _parameters(cfg, layout, stage)
-    wide = 2 if cfg.train.precision == "bf16" else 4
+    wide = _bytes_wide(cfg)
     gradient = 2 if cfg.parallel.grad_reduce_dtype == "bf16" else 4
-    state = 12 if cfg.train.precision == "bf16" else 8  # fp32 weights are their own master
+    state = 12 if wide == 2 else 8  # fp32 weights are their own master
     sharded = cfg.optimizer.distributed
     dense_share = layout.dp * layout.cp if sharded else 1
     table_share = layout.gate_data_parallel if sharded else 1
@@ -90,13 +100,13 @@ def memory_per_rank(cfg: RunConfig, layout: Layout, stage: int, *, te: bool, tri
 
 def _head(cfg: RunConfig, layout: Layout, tokens: int, *, te: bool) -> tuple[int, int]:
     """Bytes of (logits and their gradient, the head's weight gradient) when backward begins."""
-    wide = 2 if cfg.train.precision == "bf16" else 4
+    wide = _bytes_wide(cfg)
     count = tokens * cfg.model.vocab_size // layout.tp
     weight = wide * cfg.model.vocab_size * cfg.model.hidden_size // layout.tp
     if te and wide == 2:
         return 2 * wide * count, weight  # the gradient takes the logits' place; times the loss's it is a second copy
     # the softmax in fp32 becomes the gradient, which is copied to the logits' type where that is another
-    return (4 + wide if wide == 2 else 8) * count, weight
+    return (4 + wide) * count, weight
 
 
 def _parameters(cfg: RunConfig, layout: Layout, stage: int) -> tuple[int, int]:
@@ -126,7 +136,7 @@ class _Layer:
 
     @classmethod
     def of(cls, cfg: RunConfig, layout: Layout, *, te: bool, triton: bool) -> _Layer:
-        model, wide = cfg.model, 2 if cfg.train.precision == "bf16" else 4
+        model, wide = cfg.model, _bytes_wide(cfg)
         tokens = cfg.train.micro_batch_size * cfg.train.seq_length // layout.cp
         part = 1 / layout.tp  # of what is split over heads or columns
         along = part if cfg.parallel.sequence else 1.0  # of what is split over the sequence, if at all
@@ -136,7 +146,7 @@ class _Layer:
         if not te:  # SiLU is an operation of its own, and two dropouts keep a byte per element even at 0
             rest += tokens * model.intermediate_size * part + 2 * hidden / wide
         attention, up = _attention(cfg, layout, tokens, along, te=te, triton=triton)
-        rows = tokens * (unique_fraction(tokens) if cfg.parallel.unique_ids else 1.0) if model.gated else 0.0
+        rows = tokens * _rows_per_token(cfg, tokens) if model.gated else 0.0
         stack = 2 * rows * layout.layers_per_stage * model.kv_emb_dim  # gate embeddings, and their gradient
         kept, again = rest + attention + up, 0.0
         gradients = 3 * tokens * model.intermediate_size * part + 2 * hidden  # of the MLP, which has the largest
@@ -169,11 +179,10 @@ def _attention(
     kv = heads * (model.qk_nope_head_dim + model.v_head_dim)
     up = 0.0
     if model.gated:
-        unique = unique_fraction(tokens) if cfg.parallel.unique_ids else 1.0
         norm = 1.0  # the product that it normalises
         if layout.tp > 1:
-            norm = 12 / (2 if cfg.train.precision == "bf16" else 4)  # three times in fp32, by single operations
+            norm = 12 / _bytes_wide(cfg)  # three times in fp32, by single operations
         elif triton and cfg.parallel.unique_ids:
             norm = 0.0
-        up = tokens * kv * (1 + unique + (norm if model.gate_norm else 0.0))
+        up = tokens * kv * (1 + _rows_per_token(cfg, tokens) + (norm if model.gate_norm else 0.0))
     return latent + _queries(cfg, layout, tokens) + out, up

@@ -33,6 +33,11 @@ def make_plan(
     return _plan_of(load_config(config, overrides), world_size, card)
 
 
+def _on_gpus(cfg: RunConfig) -> tuple[bool, bool]:
+    """(layers by Transformer Engine, our kernels), as a GPU that has both would choose."""
+    return cfg.parallel.implementation != "torch" and cfg.train.precision == "bf16", cfg.parallel.kernels != "torch"
+
+
 def _plan_of(cfg: RunConfig, world_size: int | None, card: Card | None) -> dict[str, Any]:
     check_model(cfg.model)
     parameters = count_parameters(cfg.model)
@@ -58,8 +63,7 @@ def _plan_of(cfg: RunConfig, world_size: int | None, card: Card | None) -> dict[
     if world_size is not None:
         layout = check_config(cfg, world_size)
         plan["layout"] = dataclasses.asdict(layout)
-        te = cfg.parallel.implementation != "torch" and cfg.train.precision == "bf16"
-        triton = cfg.parallel.kernels != "torch"
+        te, triton = _on_gpus(cfg)
         stage, of_rank = worst_stage(cfg, layout, te=te, triton=triton)
         plan["memory_per_rank_bytes"] = dataclasses.asdict(of_rank) | {"total": of_rank.total}
         plan["memory_worst_stage"] = stage
@@ -103,8 +107,8 @@ def make_search(config: str | Path, overrides: Sequence[str], gpus: int, card: C
     """Layouts that fit, best first, as plain data. Raises UserError on bad input."""
     cfg = load_config(config, overrides)
     check_model(cfg.model)
-    te = cfg.parallel.implementation != "torch" and cfg.train.precision == "bf16"
-    found = search_layouts(cfg, gpus, card.memory_gib, te=te, triton=cfg.parallel.kernels != "torch")
+    te, triton = _on_gpus(cfg)
+    found = search_layouts(cfg, gpus, card.memory_gib, te=te, triton=triton)
     layouts = [item.settings | {"memory_gib": round(item.total_gib, 2)} for item in found]
     return {"model": cfg.model.name, "gpus": gpus, "card": dataclasses.asdict(card), "layouts": layouts}
 

@@ -12,22 +12,9 @@ import torch
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.data.batch import Batch
 from egmla_megatron.model.count import flops_per_token
+from egmla_megatron.report.cards import PEAK_BF16_FLOPS
 
-__all__ = ["PEAK_BF16_FLOPS", "SeenIds", "Throughput", "dense_peak_flops", "peak_memory_mib"]
-
-# dense bf16 peak of one card, FLOP/s, without sparsity (vendor data sheets)
-# the first name that is part of the card's counts, so the slower variants of a card come before it
-PEAK_BF16_FLOPS = {
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "H200 NVL": 835e12,
-    "H200": 989e12,
-    "H800 PCIe": 756e12,
-    "H800": 989e12,
-    "A100": 312e12,
-    "A800": 312e12,
-}
+__all__ = ["SeenIds", "Throughput", "dense_peak_flops", "peak_memory_mib"]
 
 
 def dense_peak_flops(device: torch.device) -> float | None:

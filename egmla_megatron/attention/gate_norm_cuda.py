@@ -22,7 +22,7 @@ __all__ = ["KERNEL_GATES", "gate_norm"]
 # T tokens, N columns, U rows, V = U + 1, P blocks of tokens
 
 KERNEL_GATES = ("mul", "add")  # those that `_combine` and `_gradients` know
-BLOCK_TOKENS = 16  # tokens of one program in backward
+BLOCK_TOKENS = 32  # tokens of one program in backward
 PIECES, PIECE_COLUMNS = 8, 256  # what a program of the second kernel reads at once
 
 
@@ -67,51 +67,73 @@ def _forward(
 
 
 @triton.jit
+def _add_both(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _token_and_row(order_ptr, index_ptr, place, tokens):
+    token = tl.load(order_ptr + place, mask=place < tokens, other=0)
+    return token, tl.load(index_ptr + token)
+
+
+@triton.jit
 def _backward(
     grad_ptr, up_ptr, gate_ptr, index_ptr, order_ptr, starts_ptr, weight_ptr, mean_ptr, rstd_ptr,
     grad_up_ptr, grad_gate_ptr, piece_ptr, grad_weight_ptr, grad_bias_ptr, tokens, columns,
-    GATE: tl.constexpr, NORM: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    GATE: tl.constexpr, NORM: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
-    mask = column < columns
+    mask = tl.full([BLOCK], True, tl.int1) if FULL else column < columns
     row_total = tl.zeros([BLOCK], dtype=tl.float32)
     if NORM:
         weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
         grad_weight = tl.zeros([BLOCK], dtype=tl.float32)
         grad_bias = tl.zeros([BLOCK], dtype=tl.float32)
+    # the next token is read while this one is computed, and the place of the one behind it: memory is far
+    token, row = _token_and_row(order_ptr, index_ptr, block * TOKENS, tokens)
+    next_token, next_row = _token_and_row(order_ptr, index_ptr, block * TOKENS + 1, tokens)
+    grad_read = tl.load(grad_ptr + token * columns + column, mask=mask, other=0.0)
+    up_read = tl.load(up_ptr + token * columns + column, mask=mask, other=0.0)
+    gate_read = tl.load(gate_ptr + row * columns + column, mask=mask, other=0.0)
     for step in range(TOKENS):
         place = block * TOKENS + step
         there = place < tokens
-        token = tl.load(order_ptr + place, mask=there, other=0)
-        row = tl.load(index_ptr + token)
-        grad = tl.load(grad_ptr + token * columns + column, mask=mask & there, other=0.0).to(tl.float32)
-        up = tl.load(up_ptr + token * columns + column, mask=mask, other=0.0).to(tl.float32)
-        gate = tl.load(gate_ptr + row * columns + column, mask=mask, other=0.0).to(tl.float32)
+        grad = tl.where(there, grad_read.to(tl.float32), 0.0)
+        up, gate = up_read.to(tl.float32), gate_read.to(tl.float32)
+        this_token, this_row = token, row
+        token, row = next_token, next_row
+        next_token, next_row = _token_and_row(order_ptr, index_ptr, place + 2, tokens)
+        grad_read = tl.load(grad_ptr + token * columns + column, mask=mask, other=0.0)
+        up_read = tl.load(up_ptr + token * columns + column, mask=mask, other=0.0)
+        gate_read = tl.load(gate_ptr + row * columns + column, mask=mask, other=0.0)
         if NORM:
-            rstd = tl.load(rstd_ptr + token)
-            normed = tl.where(mask, (_combine(up, gate, GATE) - tl.load(mean_ptr + token)) * rstd, 0.0)
+            mean, rstd = tl.load(mean_ptr + this_token), tl.load(rstd_ptr + this_token)
+            normed = (_combine(up, gate, GATE) - mean) * rstd
+            if not FULL:
+                normed = tl.where(mask, normed, 0.0)
             grad_weight += grad * normed
             grad_bias += grad
             grad = grad * weight
-            along = tl.sum(grad * normed, axis=0) / columns
-            grad = tl.where(mask, (grad - tl.sum(grad, axis=0) / columns - normed * along) * rstd, 0.0)
+            total, along = tl.reduce((grad, grad * normed), 0, _add_both)
+            grad = (grad - total / columns - normed * (along / columns)) * rstd
         grad_up, grad_gate = _gradients(grad, up, gate, GATE)
-        tl.store(grad_up_ptr + token * columns + column, grad_up.to(grad_up_ptr.dtype.element_ty), mask=mask & there)
-        row_total += grad_gate
-        begin, end = tl.load(starts_ptr + row), tl.load(starts_ptr + row + 1)
-        ends_row = place + 1 == end
-        whole = ends_row & (begin >= block * TOKENS)
-        flush = there & (ends_row | (step + 1 == TOKENS))
         tl.store(
-            grad_gate_ptr + row * columns + column,
-            row_total.to(grad_gate_ptr.dtype.element_ty),
-            mask=mask & flush & whole,
+            grad_up_ptr + this_token * columns + column, grad_up.to(grad_up_ptr.dtype.element_ty), mask=mask & there
         )
-        # piece 0 of a block belongs to the row that began before it, piece 1 to the one that goes on after it
-        piece = block * 2 + (begin >= block * TOKENS).to(tl.int64)
-        tl.store(piece_ptr + piece * columns + column, row_total, mask=mask & flush & (whole == 0))
-        row_total = tl.where(flush, 0.0, row_total)
+        row_total += grad_gate
+        begin, end = tl.load(starts_ptr + this_row), tl.load(starts_ptr + this_row + 1)
+        ends_row = place + 1 == end
+        if there & (ends_row | (step + 1 == TOKENS)):
+            if ends_row & (begin >= block * TOKENS):
+                gate_gradient = row_total.to(grad_gate_ptr.dtype.element_ty)
+                tl.store(grad_gate_ptr + this_row * columns + column, gate_gradient, mask=mask)
+            else:
+                # piece 0 of a block is of the row that began before it, piece 1 of the one that goes on after it
+                piece = block * 2 + (begin >= block * TOKENS).to(tl.int64)
+                tl.store(piece_ptr + piece * columns + column, row_total, mask=mask)
+            row_total = tl.zeros([BLOCK], dtype=tl.float32)
     if NORM:
         tl.store(grad_weight_ptr + block * columns + column, grad_weight, mask=mask)
         tl.store(grad_bias_ptr + block * columns + column, grad_bias, mask=mask)
@@ -142,8 +164,9 @@ def _join_pieces(
         tl.store(grad_gate_ptr + row * columns + column, total.to(grad_gate_ptr.dtype.element_ty), mask=mask)
 
 
-def _warps(columns: int) -> int:
-    return min(max(triton.next_power_of_2(columns) // 256, 1), 16)
+def _warps(columns: int, of_one: int) -> int:
+    """Warps of a program, `of_one` columns each: measured best at 1536 and 4096 columns."""
+    return min(max(triton.next_power_of_2(columns) // of_one, 1), 16)
 
 
 class _GateNorm(torch.autograd.Function):
@@ -157,7 +180,7 @@ class _GateNorm(torch.autograd.Function):
         mean_T, rstd_T = up_TN.new_empty(2, tokens, dtype=torch.float32)
         _forward[(tokens,)](
             up_TN, gate_UN, row_map, weight, bias, out_TN, mean_T, rstd_T, columns, eps,
-            GATE=gate, NORM=weight is not None, BLOCK=triton.next_power_of_2(columns), num_warps=_warps(columns),
+            GATE=gate, NORM=weight is not None, BLOCK=triton.next_power_of_2(columns), num_warps=_warps(columns, 1024),
         )  # fmt: skip
         ctx.save_for_backward(up_TN, gate_UN, row_map, weight, mean_T, rstd_T)
         ctx.gate = gate
@@ -168,15 +191,15 @@ class _GateNorm(torch.autograd.Function):
         up_TN, gate_UN, row_map, weight, mean_T, rstd_T = ctx.saved_tensors
         tokens, columns = up_TN.shape
         rows = unpack_row_map(row_map, tokens)
-        blocks = triton.cdiv(tokens, BLOCK_TOKENS)
+        blocks, width = triton.cdiv(tokens, BLOCK_TOKENS), triton.next_power_of_2(columns)
         grad_up_TN, grad_gate_UN = torch.empty_like(up_TN), torch.empty_like(gate_UN)
         pieces_P2N = up_TN.new_empty(blocks, 2, columns, dtype=torch.float32)
         partial_2PN = None if weight is None else up_TN.new_empty(2, blocks, columns, dtype=torch.float32)
         _backward[(blocks,)](
             grad_TN.contiguous(), up_TN, gate_UN, *rows, weight, mean_T, rstd_T,
             grad_up_TN, grad_gate_UN, pieces_P2N, *(partial_2PN if partial_2PN is not None else (None, None)),
-            tokens, columns, GATE=ctx.gate, NORM=weight is not None, TOKENS=BLOCK_TOKENS,
-            BLOCK=triton.next_power_of_2(columns), num_warps=_warps(columns),
+            tokens, columns, GATE=ctx.gate, NORM=weight is not None, TOKENS=BLOCK_TOKENS, BLOCK=width,
+            FULL=width == columns, num_warps=_warps(columns, 512),
         )  # fmt: skip
         _sum_crossing_rows(rows, pieces_P2N, grad_gate_UN)
         grad_weight, grad_bias = (None, None) if partial_2PN is None else partial_2PN.sum(1).to(weight.dtype)

@@ -30,10 +30,47 @@ def _check_graph(cfg: RunConfig) -> None:
             refuse(f"train.cuda_graph captures whole steps, which is not supported with {name}", got, value, fix)
 
 
+def _check_fp8(cfg: RunConfig) -> None:
+    """FP8 is Transformer Engine's, wants sides of 16 elements, and was tried under data parallelism only."""
+    if cfg.train.fp8 == "none":
+        return
+    model, parallel = cfg.model, cfg.parallel
+    heads = model.num_attention_heads
+    found: dict[str, tuple[object, object]] = {
+        "parallel.implementation": (parallel.implementation, "te"),
+        "train.precision": (cfg.train.precision, "bf16"),
+        "model.attention": (model.attention, "mla"),
+        "parallel.tensor": (parallel.tensor, 1),
+        "parallel.pipeline": (parallel.pipeline, 1),
+        "parallel.context": (parallel.context, 1),
+        "train.recompute": (cfg.train.recompute, "none"),
+    }
+    for name, (got, allowed) in found.items():
+        if got != allowed and (name, got) != ("parallel.implementation", "auto"):
+            refuse(
+                f"train.fp8={cfg.train.fp8} with {name}", got, str(allowed), f"set {name}={allowed} or train.fp8=none"
+            )
+    sides = {
+        "model.hidden_size": model.hidden_size,
+        "model.intermediate_size": model.intermediate_size,
+        "model.kv_lora_rank": model.kv_lora_rank,
+        "model.kv_lora_rank + model.qk_rope_head_dim": model.kv_lora_rank + model.qk_rope_head_dim,
+        "model.q_lora_rank": model.q_lora_rank,
+        "heads * (qk_nope_head_dim + qk_rope_head_dim)": heads * (model.qk_nope_head_dim + model.qk_rope_head_dim),
+        "heads * (qk_nope_head_dim + v_head_dim)": heads * (model.qk_nope_head_dim + model.v_head_dim),
+        "heads * v_head_dim": heads * model.v_head_dim,
+        "train.micro_batch_size * train.seq_length": cfg.train.micro_batch_size * cfg.train.seq_length,
+    }
+    for name, size in sides.items():
+        if size % 16:
+            refuse(f"train.fp8={cfg.train.fp8}: {name}", size, "multiples of 16", "change it or set train.fp8=none")
+
+
 def check_switches(cfg: RunConfig) -> None:
     """Raises UserError for the first pair that cannot be."""
     parallel = cfg.parallel
     _check_graph(cfg)
+    _check_fp8(cfg)
     if parallel.overlap_param_gather and not cfg.optimizer.distributed:
         refuse(
             "parallel.overlap_param_gather gathers what the distributed optimizer sharded",

@@ -93,6 +93,8 @@ class TrainConfig:
     steps: int = 0  # optimizer steps; 0: tokens / (global_batch_size * seq_length)
     tokens: int = 50_000_000_000  # token budget, used when steps is 0
     precision: Literal["bf16", "fp32"] = "bf16"
+    # linear layers of the blocks in FP8 (Transformer Engine); attention, gate, norms, embedding and head stay in bf16
+    fp8: Literal["none", "tensorwise"] = "none"
     eval_interval: int = 500  # steps between evaluations, 0: only at the end
     eval_batches: int = 20  # global batches per evaluation
     recompute: Literal["none", "selective", "full"] = "none"
@@ -120,6 +122,8 @@ class OptimizerConfig:
     clip_grad: float = 1.0  # global gradient norm, 0: no clipping
     gate_table_lr_ratio: float = 1.0  # lr of the gating tables / lr
     distributed: bool = True  # shard the optimizer states over the data-parallel ranks
+    # Transformer Engine's Adam keeps the fp32 master weights of bf16 weights and writes both at once (distributed only)
+    fused_master_weights: bool = True
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,6 +80,7 @@ def _common(cfg: RunConfig, implementation: str, sdpa_backend: str) -> dict[str,
         "deterministic_mode": False,  # megatron-core's switch only checks environment variables; see parallel.world
         "bias_activation_fusion": te and train.precision == "bf16",
         "bias_dropout_fusion": te and train.precision == "bf16",
+        **_fp8(cfg),
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
         "gradient_accumulation_fusion": False,
@@ -89,6 +91,12 @@ def _common(cfg: RunConfig, implementation: str, sdpa_backend: str) -> dict[str,
         "sdpa_backend": sdpa_backend,
         **recompute,
     }
+
+
+def _fp8(cfg: RunConfig) -> dict[str, Any]:
+    """Linear layers by Transformer Engine in FP8, each tensor scaled by its own largest element of the moment: no
+    history that a checkpoint or a CUDA graph would have to carry. What is no such layer stays in bf16."""
+    return {} if cfg.train.fp8 == "none" else {"fp8": "hybrid", "fp8_recipe": cfg.train.fp8}
 
 
 def _interleaving(parallel: ParallelConfig) -> dict[str, Any]:
@@ -179,4 +187,12 @@ def optimizer_config(cfg: RunConfig) -> OptimizerConfig:
         params_dtype=DTYPES[cfg.train.precision],
         use_distributed_optimizer=opt.distributed,
         overlap_param_gather=cfg.parallel.overlap_param_gather,
+        use_precision_aware_optimizer=_fused_master_weights(cfg),
+        store_param_remainders=False,  # 16 bits of every master weight: no other optimizer could read the checkpoint
     )
+
+
+def _fused_master_weights(cfg: RunConfig) -> bool:
+    """Whether the settings ask for it and Transformer Engine, whose optimizer megatron-core then takes, is there."""
+    wanted = cfg.optimizer.fused_master_weights and cfg.optimizer.distributed and cfg.train.precision == "bf16"
+    return wanted and torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None

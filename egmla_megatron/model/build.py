@@ -123,6 +123,11 @@ def build_model(cfg: RunConfig, world: World) -> BuiltModel:
                 "no fused fp32 attention); set parallel.implementation=torch"
             )
         implementation = "torch"
+    if cfg.train.fp8 != "none" and implementation != "te":
+        raise UserError(
+            f"train.fp8: got {cfg.train.fp8} with layers of torch, allowed none (FP8 needs Transformer Engine and a "
+            "GPU); set train.fp8=none"
+        )
     backend, kernel = _resolve_attention(cfg, implementation)
     kernels = choose_kernels(cfg.parallel.kernels)
     config = transformer_config(cfg, implementation, kernel, triton=kernels == "triton")

@@ -114,7 +114,9 @@ def _apply(optimizer: Any, clip: float) -> tuple[float, bool]:
         for each in getattr(optimizer, "chained_optimizers", [optimizer]):
             parameters = [] if getattr(each, "is_stub_optimizer", False) else each.get_parameters()
             if parameters:
-                clip_grad_by_total_norm_fp32(parameters, max_norm=clip, total_norm=norm)
+                # where Adam keeps the master weights, gradients of another type than the weights stand beside `grad`
+                decoupled = each.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+                clip_grad_by_total_norm_fp32(parameters, clip, norm, use_decoupled_grad=decoupled)
     return norm, bool(optimizer.step_with_ready_grads())
 
 

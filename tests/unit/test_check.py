@@ -62,6 +62,9 @@ def test_accepted(overrides: list[str], world_size: int) -> None:
 
 # overrides, ranks, what the message must name, the fix it must propose
 _REFUSED = [
+    (["train.fp8=tensorwise", "train.recompute=full"], 1, "train.fp8=tensorwise with train.recompute", "fp8=none"),
+    (["train.fp8=tensorwise", "parallel.tensor=2"], 2, "train.fp8=tensorwise with parallel.tensor", "fp8=none"),
+    (["train.fp8=tensorwise", "model.kv_lora_rank=20"], 1, "train.fp8=tensorwise: model.kv_lora_rank", "fp8=none"),
     ([], 0, "number of ranks", "start at least one process"),
     (["parallel.tensor=2", "parallel.pipeline=2"], 6, "6 ranks for 2 x 2 x 1", "start 8 ranks"),
     (["parallel.tensor=5"], 5, "model.num_attention_heads = 12", "set parallel.tensor=4"),

@@ -1,0 +1,65 @@
+"""The runs whose collectives are counted, and their layouts on two ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from egmla_megatron.config.schema import ModelConfig, RunConfig
+from tests.tiny import tiny_run
+
+__all__ = ["LAYOUTS", "bytes_run"]
+
+# sizes that no two parts share, so that a formula cannot be right by the wrong part
+MODEL = ModelConfig(
+    num_layers=2,
+    hidden_size=80,
+    num_attention_heads=4,
+    intermediate_size=136,
+    qk_nope_head_dim=12,
+    qk_rope_head_dim=8,
+    v_head_dim=14,
+    kv_lora_rank=24,
+    kv_emb_dim=32,
+    vocab_size=256,
+    max_position_embeddings=64,
+)
+MHA = {"attention": "mha", "gate": "none", "kv_emb_dim": 0, "v_head_dim": 20}
+_SHARDED = {"optimizer": {"distributed": True}}
+_OVERLAPS = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+
+LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
+    "dp2": {},
+    "dp2_sharded": _SHARDED,
+    "dp2_sharded_overlaps": {**_SHARDED, "parallel": _OVERLAPS},
+    "dp2_gate2": {"parallel": {"gate_group": 2}},
+    "dp2_gate2_all_gather": {"parallel": {"gate_group": 2, "gate_exchange": "all_gather"}},
+    "dp2_gate2_sharded": {**_SHARDED, "parallel": {"gate_group": 2, **_OVERLAPS}},
+    "tp2": {"parallel": {"tensor": 2}},
+    "tp2_gate2": {"parallel": {"tensor": 2, "gate_group": 2}},
+    "tp2_sp": {"parallel": {"tensor": 2, "sequence": True}},
+    "tp2_sp_sharded": {**_SHARDED, "parallel": {"tensor": 2, "sequence": True}},
+    "tp2_full": {"parallel": {"tensor": 2}, "train": {"recompute": "full"}},
+    "tp2_sp_full": {"parallel": {"tensor": 2, "sequence": True}, "train": {"recompute": "full"}},
+    "tp2_selective": {"parallel": {"tensor": 2}, "train": {"recompute": "selective"}},
+    "tp2_mla": {"parallel": {"tensor": 2}, "model": {"gate": "none", "kv_emb_dim": 0}},
+    "tp2_no_norm": {"parallel": {"tensor": 2}, "model": {"gate_norm": False}},
+    "tp2_q_lora": {"parallel": {"tensor": 2}, "model": {"q_lora_rank": 20}},
+    "tp2_sp_q_lora": {"parallel": {"tensor": 2, "sequence": True}, "model": {"q_lora_rank": 20}},
+    "tp2_sp_selective": {"parallel": {"tensor": 2, "sequence": True}, "train": {"recompute": "selective"}},
+    "tp2_mha": {"parallel": {"tensor": 2}, "model": MHA},
+    "tp2_sp_mha": {"parallel": {"tensor": 2, "sequence": True}, "model": MHA},
+    "tp2_gate2_all_gather": {"parallel": {"tensor": 2, "gate_group": 2, "gate_exchange": "all_gather"}},
+    "pp2_vpp2": {"parallel": {"pipeline": 2, "virtual_pipeline": 2}, "model": {"num_layers": 4}},
+    "cp2_full": {"parallel": {"context": 2}, "train": {"recompute": "full"}},
+    "cp2_gate2": {"parallel": {"context": 2, "gate_group": 2}},
+    "pp2": {"parallel": {"pipeline": 2}},
+    "cp2": {"parallel": {"context": 2}},
+}
+
+
+def bytes_run(settings: dict[str, dict[str, Any]]) -> RunConfig:
+    """A step of two micro-batches under `settings`, section -> key -> value."""
+    model = ModelConfig(**(MODEL.__dict__ | settings.get("model", {})))
+    train = {"seq_length": 64, "micro_batch_size": 1, "global_batch_size": 4} | settings.get("train", {})
+    sections = {name: values for name, values in settings.items() if name not in ("model", "train")}
+    return tiny_run(model, train=train, **sections)

@@ -25,35 +25,25 @@ MODEL = ModelConfig(
 )
 MHA = {"attention": "mha", "gate": "none", "kv_emb_dim": 0, "v_head_dim": 20}
 _SHARDED = {"optimizer": {"distributed": True}}
+_TP: dict[str, Any] = {"tensor": 2}
+_TP_SP = {**_TP, "sequence": True}
 _OVERLAPS = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
-LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
-    "dp2": {},
+LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {  # those of one process group follow each other
     "dp2_sharded": _SHARDED,
     "dp2_sharded_overlaps": {**_SHARDED, "parallel": _OVERLAPS},
     "dp2_gate2": {"parallel": {"gate_group": 2}},
     "dp2_gate2_all_gather": {"parallel": {"gate_group": 2, "gate_exchange": "all_gather"}},
-    "dp2_gate2_sharded": {**_SHARDED, "parallel": {"gate_group": 2, **_OVERLAPS}},
-    "tp2": {"parallel": {"tensor": 2}},
-    "tp2_gate2": {"parallel": {"tensor": 2, "gate_group": 2}},
-    "tp2_sp": {"parallel": {"tensor": 2, "sequence": True}},
-    "tp2_sp_sharded": {**_SHARDED, "parallel": {"tensor": 2, "sequence": True}},
-    "tp2_full": {"parallel": {"tensor": 2}, "train": {"recompute": "full"}},
-    "tp2_sp_full": {"parallel": {"tensor": 2, "sequence": True}, "train": {"recompute": "full"}},
-    "tp2_selective": {"parallel": {"tensor": 2}, "train": {"recompute": "selective"}},
-    "tp2_mla": {"parallel": {"tensor": 2}, "model": {"gate": "none", "kv_emb_dim": 0}},
-    "tp2_no_norm": {"parallel": {"tensor": 2}, "model": {"gate_norm": False}},
-    "tp2_q_lora": {"parallel": {"tensor": 2}, "model": {"q_lora_rank": 20}},
-    "tp2_sp_q_lora": {"parallel": {"tensor": 2, "sequence": True}, "model": {"q_lora_rank": 20}},
-    "tp2_sp_selective": {"parallel": {"tensor": 2, "sequence": True}, "train": {"recompute": "selective"}},
-    "tp2_mha": {"parallel": {"tensor": 2}, "model": MHA},
-    "tp2_sp_mha": {"parallel": {"tensor": 2, "sequence": True}, "model": MHA},
-    "tp2_gate2_all_gather": {"parallel": {"tensor": 2, "gate_group": 2, "gate_exchange": "all_gather"}},
+    "tp2": {"parallel": _TP},
+    "tp2_full": {"parallel": _TP, "train": {"recompute": "full"}},
+    "tp2_sp_sharded": {**_SHARDED, "parallel": _TP_SP},
+    "tp2_sp_full": {"parallel": _TP_SP, "train": {"recompute": "full"}},
+    "tp2_sp_selective": {"parallel": _TP_SP, "train": {"recompute": "selective"}},
+    "tp2_sp_q_lora": {"parallel": _TP_SP, "model": {"q_lora_rank": 20}},
+    "tp2_sp_mha": {"parallel": _TP_SP, "model": MHA},
+    "tp2_gate2": {"parallel": {**_TP, "gate_group": 2}},
     "pp2_vpp2": {"parallel": {"pipeline": 2, "virtual_pipeline": 2}, "model": {"num_layers": 4}},
     "cp2_full": {"parallel": {"context": 2}, "train": {"recompute": "full"}},
-    "cp2_gate2": {"parallel": {"context": 2, "gate_group": 2}},
-    "pp2": {"parallel": {"pipeline": 2}},
-    "cp2": {"parallel": {"context": 2}},
 }
 
 

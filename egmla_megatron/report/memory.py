@@ -13,7 +13,15 @@ from egmla_megatron.config.check import Layout
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.model.count import count_parameters
 
-__all__ = ["Memory", "layer_activations", "memory_per_rank", "parameters_of_rank", "unique_fraction", "worst_stage"]
+__all__ = [
+    "Memory",
+    "layer_activations",
+    "memory_per_rank",
+    "optimizer_bytes",
+    "parameters_of_rank",
+    "unique_fraction",
+    "worst_stage",
+]
 
 # T tokens of a micro-batch on a rank, U distinct ids among them, h hidden size
 
@@ -77,10 +85,6 @@ def memory_per_rank(cfg: RunConfig, layout: Layout, stage: int, *, te: bool, tri
     dense, tables = parameters_of_rank(cfg, layout, stage)
     wide = _bytes_wide(cfg)
     gradient = 2 if cfg.parallel.grad_reduce_dtype == "bf16" else 4
-    state = 12 if wide == 2 else 8  # fp32 weights are their own master
-    sharded = cfg.optimizer.distributed
-    dense_share = layout.dp * layout.cp if sharded else 1
-    table_share = layout.gate_data_parallel if sharded else 1
     layer = _Layer.of(cfg, layout, te=te, triton=triton)
     in_flight = min(layout.pp - stage, layout.num_microbatches) if layout.pp > 1 else 1
     saved = layer.saved * layout.layers_per_stage + layer.stage
@@ -91,11 +95,20 @@ def memory_per_rank(cfg: RunConfig, layout: Layout, stage: int, *, te: bool, tri
         weights=wide * dense,
         gate_tables=wide * tables,
         gradients=gradient * (dense + tables),
-        optimizer=state * dense // dense_share + state * tables // table_share,
+        optimizer=optimizer_bytes(cfg, layout, stage, sharded=cfg.optimizer.distributed),
         activations=in_flight * saved,
         logits=logits,
         temporary=head,
     )
+
+
+def optimizer_bytes(cfg: RunConfig, layout: Layout, stage: int, *, sharded: bool) -> int:
+    """Of the optimizer's states on a rank, with the distributed optimizer or without."""
+    dense, tables = parameters_of_rank(cfg, layout, stage)
+    state = 12 if _bytes_wide(cfg) == 2 else 8  # fp32 weights are their own master
+    if not sharded:
+        return state * (dense + tables)
+    return state * dense // (layout.dp * layout.cp) + state * tables // layout.gate_data_parallel
 
 
 def layer_activations(cfg: RunConfig, layout: Layout, *, te: bool, triton: bool) -> int:

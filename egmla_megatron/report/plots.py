@@ -14,13 +14,16 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from egmla_megatron.report.read import Record, RunMetrics
+from egmla_megatron.report.times import parts_of_steps
 
-__all__ = ["plot_comparison", "plot_loss", "plot_throughput"]
+__all__ = ["plot_comparison", "plot_loss", "plot_parts", "plot_throughput"]
 
 # The Okabe-Ito palette without its yellow, which paper does not show; line styles differ as well.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#000000")
 _STYLES = ("-", "--", "-.", ":")
 _MARKERS = ("o", "s", "^", "D")
+_HATCHES = ("", "//", "..", "xx", "\\\\", "")
+_BARS = 60  # of a plot of parts, at most
 _RESTART = {"color": "#666666", "linestyle": ":", "linewidth": 1.2}
 _SMOOTH_FROM = 200  # points from which a smoothed curve is drawn over the raw one
 
@@ -66,6 +69,39 @@ def plot_throughput(metrics: RunMetrics, path: Path) -> None:
         axes.legend(loc="lower right", framealpha=0.9, edgecolor="none")
     _finish_step_axis(below)
     _save(figure, path)
+
+
+def plot_parts(metrics: RunMetrics, path: Path) -> None:
+    """Draws the parts of the steps on top of each other to `path`; nothing where no step has parts."""
+    parts = parts_of_steps(metrics.steps)
+    if not parts:
+        return
+    figure, axes = _figure()
+    timed = [record["step"] for record in metrics.steps if _has_parts(record)]
+    size = -(-len(timed) // _BARS)  # neighbouring steps in one bar
+    chunks = [slice(first, first + size) for first in range(0, len(timed), size)]
+    places = [statistics.fmean(timed[chunk]) for chunk in chunks]
+    width = 0.9 * (timed[-1] - timed[0] + 1) / len(chunks)
+    floor = [0.0] * len(chunks)
+    for index, (name, seconds) in enumerate(parts.items()):
+        heights = [1e3 * statistics.fmean(seconds[chunk]) for chunk in chunks]
+        colour, hatch = _COLOURS[index % len(_COLOURS)], _HATCHES[index % len(_HATCHES)]
+        axes.bar(places, heights, width, floor, color=colour, hatch=hatch, edgecolor="white", linewidth=0, label=name)
+        floor = [low + height for low, height in zip(floor, heights, strict=True)]
+    _mark_restarts(axes, metrics)
+    axes.set_ylabel("ms of a step")
+    axes.set_title(f"{metrics.name}: parts of a step" + (f" (means of {size} steps)" if size > 1 else ""))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    ordinary = statistics.median(floor)
+    axes.set_ylim(0, min(1.05 * max(floor), 3 * ordinary) or 1.0)  # the first steps would dwarf all others
+    _finish_step_axis(axes)
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+    _save(figure, path)
+
+
+def _has_parts(record: Record) -> bool:
+    return bool(parts_of_steps([record]))
 
 
 def plot_comparison(runs: Sequence[RunMetrics], path: Path, *, over: str) -> None:

@@ -107,12 +107,17 @@ def _has_parts(record: Record) -> bool:
 def plot_comparison(runs: Sequence[RunMetrics], path: Path, *, over: str) -> None:
     """Draws the losses of several runs to `path`, validation losses as points.
 
-    over: tokens, or hours (spent in steps, without evaluations and checkpoints).
+    over: tokens, or time (spent in steps, without evaluations and checkpoints).
     """
     figure, axes = _figure()
+    at_seconds = [_seconds_at(metrics) for metrics in runs]
+    longest = max((max(each.values()) for each in at_seconds if each), default=0.0)
+    unit, word = (3600, "hours") if longest > 7200 else (60, "minutes") if longest > 120 else (1, "seconds")
     for index, metrics in enumerate(runs):
         colour, style = _COLOURS[index % len(_COLOURS)], _STYLES[index % len(_STYLES)]
-        place = _tokens_at(metrics) if over == "tokens" else _hours_at(metrics)
+        place = {step: seconds / unit for step, seconds in at_seconds[index].items()}
+        if over == "tokens":
+            place = _tokens_at(metrics)
         steps, losses = _series(metrics.steps, "loss")
         _draw_loss(axes, [place[step] for step in steps], losses, colour, style, metrics.name)
         evals = [record for record in metrics.evals if record["step"] in place]
@@ -122,7 +127,7 @@ def plot_comparison(runs: Sequence[RunMetrics], path: Path, *, over: str) -> Non
             marker = _MARKERS[index % len(_MARKERS)]
             label = f"{metrics.name}, validation"
             axes.plot(places, val_losses, marker, color=colour, markersize=8, markeredgecolor="white", label=label)
-    axes.set_xlabel("tokens" if over == "tokens" else "hours in steps")
+    axes.set_xlabel("tokens" if over == "tokens" else f"{word} in steps")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
     axes.set_ylabel("loss (nats per token)")
     axes.set_title(f"loss of several runs over {over}")
@@ -135,13 +140,13 @@ def _tokens_at(metrics: RunMetrics) -> dict[float, float]:
     return {record["step"]: record.get("tokens", math.nan) for record in metrics.steps}
 
 
-def _hours_at(metrics: RunMetrics) -> dict[float, float]:
+def _seconds_at(metrics: RunMetrics) -> dict[float, float]:
     """Steps that were not logged took as long as the next one that was."""
-    hours, before, found = 0.0, 0, dict[float, float]()
+    seconds, before, found = 0.0, 0, dict[float, float]()
     for record in metrics.steps:
-        hours += (record["step"] - before) * record.get("step_time_s", math.nan) / 3600
+        seconds += (record["step"] - before) * record.get("step_time_s", math.nan)
         before = record["step"]
-        found[before] = hours
+        found[before] = seconds
     return found
 
 

@@ -36,7 +36,7 @@ def write_comparison(run_dirs: Sequence[str | Path], out: str | Path) -> Path:
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     plot_comparison(runs, folder / "comparison.png", over="tokens")
-    plot_comparison(runs, folder / "comparison_time.png", over="hours")
+    plot_comparison(runs, folder / "comparison_time.png", over="time")
     sources = "\n".join(f"- {metrics.name}: `{metrics.run_dir}`" for metrics in runs)
     text = f"# Comparison of {len(runs)} runs\n\n{_warning(runs)}![loss over tokens](comparison.png)\n\n"
     text += f"![loss over time in steps](comparison_time.png)\n\n{tables.comparison(runs)}\n\n"

@@ -60,7 +60,8 @@ class Cluster:
     gpus_per_node: int
     gpu_gb_per_s: float  # that one GPU sends to others of its node, as an all-reduce gets it; 0: not known
     node_gb_per_s: float  # that one node sends to others, all GPUs together, likewise; 0: not known
-    origin: str  # of the two rates, for the reader
+    gpu_origin: str  # where the two rates come from, for the reader
+    node_origin: str
 
 
 def find_card(
@@ -102,11 +103,9 @@ def find_cluster(
     *_, inside, between = _SHEETS.get(card.name, (0.0, 0.0))
     inside = gpu_gb_per_s or inside * LINK_EFFICIENCY
     between = node_gb_per_s or between * per_node / _FULL_NODE * LINK_EFFICIENCY
-    rates = {"inside a node": gpu_gb_per_s, "between nodes": node_gb_per_s}
-    origin = ", ".join(
-        f"{name} {'given' if rate else f'data sheet x {LINK_EFFICIENCY}'}" for name, rate in rates.items()
-    )
-    return Cluster(per_node, inside, between, origin)
+    sheet = f"data sheet x {LINK_EFFICIENCY}"
+    origins = ["as given" if rate else sheet for rate in (gpu_gb_per_s, node_gb_per_s)]
+    return Cluster(per_node, inside, between, *origins)
 
 
 def _check_positive(option: str, value: float | None) -> None:

@@ -133,20 +133,19 @@ def _time(plan: dict[str, Any]) -> list[str]:
 
 
 def _rests_on(plan: dict[str, Any]) -> list[str]:
-    cluster = plan["cluster"]
+    cluster, ranks = plan["cluster"], plan["layout"]["world_size"]
     lines = [
-        "  Fitted to steps of Base and 1.2B on one and two H100 and H200 (tools/records/README.md): those replayed as"
+        "  Rests on steps of Base and 1.2B on one and two H100 and H200 (tools/records/README.md): off by up to 12% for",
+        "  CUDA graphs, 27% where the host limits, since hosts differ. Other cards, more GPUs, larger models: not measured.",
     ]
-    lines.append(
-        "  CUDA graphs within 15%, those launched by the host within 25%, as hosts differ. Other cards, larger"
-    )
-    lines.append("  models and more GPUs were not measured.")
-    if plan["layout"]["world_size"] > 1:
-        rates = f"{cluster['gpu_gb_per_s']:,.1f} GB/s a GPU inside a node of {cluster['gpus_per_node']}"
-        if plan["layout"]["world_size"] > cluster["gpus_per_node"]:
-            rates += f", {cluster['node_gb_per_s']:,.1f} GB/s a node"
-        lines.append(f"  Links: {rates} ({cluster['origin']}).")
-    return lines
+    rates = []
+    if cluster["gpus_per_node"] > 1:
+        rates.append(f"{cluster['gpu_gb_per_s']:,.1f} GB/s a GPU inside a node ({cluster['gpu_origin']})")
+    if ranks > cluster["gpus_per_node"]:
+        rates.append(
+            f"{cluster['node_gb_per_s']:,.1f} GB/s a node of {cluster['gpus_per_node']} ({cluster['node_origin']})"
+        )
+    return [*lines, f"  Links: {', '.join(rates)}."] if rates else lines
 
 
 def _budget(plan: dict[str, Any]) -> list[str]:

@@ -87,6 +87,8 @@ def test_time_and_cost_follow_from_the_step() -> None:
     text = format_plan(plan)
     for part in ("host launches", "<- the limit", "MFU", "recompute none; selective", "gate rows", "at 2.5 a GPU-hour"):
         assert part in text
+    assert "GB/s a GPU inside a node (data sheet" in text and "GB/s a node of" not in text
+    assert "GB/s a node of 8 (data sheet" in format_plan(make_plan("pretrain_base", [], 16, _hardware(16)))
     assert "cost" not in format_plan(make_plan("pretrain_base", [], 8, _hardware(8)))
 
 

@@ -49,7 +49,7 @@ def test_every_measured_step(root: Path) -> None:
 
 
 def test_links() -> None:
-    cluster = Cluster(gpus_per_node=4, gpu_gb_per_s=100.0, node_gb_per_s=10.0, origin="")
+    cluster = Cluster(gpus_per_node=4, gpu_gb_per_s=100.0, node_gb_per_s=10.0, gpu_origin="", node_origin="")
     gb = 1e9
 
     def seconds(kind: str, ranks: int, stride: int) -> float:
@@ -74,6 +74,7 @@ def test_cards_and_links_from_the_sheets_or_as_given() -> None:
     assert find_cluster(H200, 16, 4, None, None).node_gb_per_s == 200 * LINK_EFFICIENCY
     given = find_cluster(H200, 16, 4, 11.0, 7.0)
     assert (given.gpus_per_node, given.gpu_gb_per_s, given.node_gb_per_s) == (4, 11.0, 7.0)
+    assert given.gpu_origin == "as given" != sheet.gpu_origin
     assert find_cluster(H200, 2, None, None, None).gpus_per_node == 2
 
 

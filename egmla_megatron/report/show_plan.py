@@ -135,8 +135,9 @@ def _time(plan: dict[str, Any]) -> list[str]:
 def _rests_on(plan: dict[str, Any]) -> list[str]:
     cluster, ranks = plan["cluster"], plan["layout"]["world_size"]
     lines = [
-        "  Rests on steps of Base and 1.2B on one and two H100 and H200 (tools/records/README.md): off by up to 12% for",
-        "  CUDA graphs, 27% where the host limits, since hosts differ. Other cards, more GPUs, larger models: not measured.",
+        "  Rests on steps of Base and 1.2B on one and two H100 and H200 (tools/records/README.md): off by up to 12%",
+        "  for CUDA graphs, 27% where the host limits, since hosts differ. Other cards, more GPUs, larger models: not",
+        "  measured.",
     ]
     rates = []
     if cluster["gpus_per_node"] > 1:

@@ -25,6 +25,7 @@ MODEL = ModelConfig(
 )
 MHA = {"attention": "mha", "gate": "none", "kv_emb_dim": 0, "v_head_dim": 20}
 _SHARDED = {"optimizer": {"distributed": True}}
+_GATE = {"gate_group": 2, "unique_ids": False}  # a row for every token: their number is known exactly
 _TP: dict[str, Any] = {"tensor": 2}
 _TP_SP = {**_TP, "sequence": True}
 _OVERLAPS = {"overlap_grad_reduce": True, "overlap_param_gather": True}
@@ -32,8 +33,8 @@ _OVERLAPS = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {  # those of one process group follow each other
     "dp2_sharded": _SHARDED,
     "dp2_sharded_overlaps": {**_SHARDED, "parallel": _OVERLAPS},
-    "dp2_gate2": {"parallel": {"gate_group": 2}},
-    "dp2_gate2_all_gather": {"parallel": {"gate_group": 2, "gate_exchange": "all_gather"}},
+    "dp2_gate2": {"parallel": _GATE},
+    "dp2_gate2_all_gather": {"parallel": {**_GATE, "gate_exchange": "all_gather"}},
     "tp2": {"parallel": _TP},
     "tp2_full": {"parallel": _TP, "train": {"recompute": "full"}},
     "tp2_sp_sharded": {**_SHARDED, "parallel": _TP_SP},
@@ -41,7 +42,8 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {  # those of one process group 
     "tp2_sp_selective": {"parallel": _TP_SP, "train": {"recompute": "selective"}},
     "tp2_sp_q_lora": {"parallel": _TP_SP, "model": {"q_lora_rank": 20}},
     "tp2_sp_mha": {"parallel": _TP_SP, "model": MHA},
-    "tp2_gate2": {"parallel": {**_TP, "gate_group": 2}},
+    "tp2_gate2": {"parallel": {**_TP, **_GATE}},
+    "tp2_gate2_all_gather": {"parallel": {**_TP, **_GATE, "gate_exchange": "all_gather"}},
     "pp2_vpp2": {"parallel": {"pipeline": 2, "virtual_pipeline": 2}, "model": {"num_layers": 4}},
     "cp2_full": {"parallel": {"context": 2}, "train": {"recompute": "full"}},
 }

@@ -2,8 +2,7 @@
 
     bytes_worker.py FOLDER
 
-FOLDER/cases.json holds name -> settings; each rank leaves FOLDER/rank<N>.json: name -> [[collective, ranks, bytes], ...]
-and what the planned numbers of rows come to.
+FOLDER/cases.json holds name -> settings; each rank leaves FOLDER/rank<N>.json: name -> [[collective, ranks, bytes], ...].
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from egmla_megatron.bench.batches import micro_batches, open_dataset, rows_of_step
+from egmla_megatron.bench.batches import micro_batches, open_dataset
 from egmla_megatron.bench.collectives import CollectiveCounter
 from egmla_megatron.config.check import check_config
 from egmla_megatron.model.build import build_model
@@ -27,8 +26,8 @@ from tests.bytes import bytes_run
 STEP = 1  # the second: parameters that overlap with forward are gathered from there on
 
 
-def count(settings: dict[str, Any], world: World) -> dict[str, Any]:
-    """Of one layout."""
+def count(settings: dict[str, Any], world: World) -> list[list[Any]]:
+    """Collectives of one layout."""
     cfg = bytes_run(settings)
     seed_everything(cfg.run.seed, world)
     built = build_model(cfg, world)
@@ -41,8 +40,7 @@ def count(settings: dict[str, Any], world: World) -> dict[str, Any]:
         train_step(cfg, world, model, optimizer, batches)
     with CollectiveCounter() as counter:
         train_step(cfg, world, model, optimizer, batches)
-    found = [[each.name, each.ranks, each.sent_bytes] for each in counter.found if each.ranks > 1]
-    return {"collectives": found, "own_rows": rows_of_step(cfg, dataset, world.layout.dp, STEP).own}
+    return [[each.name, each.ranks, each.sent_bytes] for each in counter.found if each.ranks > 1]
 
 
 def main(folder: Path) -> None:

@@ -62,6 +62,7 @@ def spent(metrics: RunMetrics) -> str:
     said = [end for end in metrics.ends if finite([end], "training_s")]
     if said and len(said) == len(metrics.starts):
         seconds = {name: sum(finite(said, key)) for key, name in _SPENT.items() if finite(said, key)}
+        seconds = {name: each for name, each in seconds.items() if each >= 0.05}  # what would read 0.0
         origin = "As every start said when it ended."
     else:
         seconds, origin = _from_lines(metrics), "From the lines of steps, evaluations and checkpoints."

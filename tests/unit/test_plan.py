@@ -30,6 +30,15 @@ def test_json(root: Path, tmp_path: Path) -> None:
     assert "layout" not in plan
 
 
+def test_comparison_by_the_command(root: Path) -> None:
+    done = _plan(root, "--compare", "pretrain_mla_base", "pretrain_base", "model.num_layers=6", "--gpus", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    plans = json.loads(done.stdout)["plans"]
+    assert list(plans) == ["pretrain_mla_base", "pretrain_base"]
+    assert plans["pretrain_base"]["layout"]["layers_per_stage"] == 6
+    assert [plan["gate_table_params"] > 0 for plan in plans.values()] == [False, True]
+
+
 def test_table_names_the_contract_keys(root: Path) -> None:
     done = _plan(root, "configs/model/eg_mla_base_kv64.yaml")
     assert done.returncode == 0, done.stderr

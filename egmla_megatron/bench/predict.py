@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from egmla_megatron.bench.collectives import ring_bytes
+from egmla_megatron.bench.ring import ring_bytes
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.model.count import count_parameters
 
-__all__ = ["Traffic", "exchanged_rows", "predict_traffic"]
+__all__ = ["Traffic", "exchanged_rows", "gradient_bytes", "predict_traffic", "weight_bytes"]
 
 _BYTES = {"fp32": 4, "bf16": 2}  # of one element
 
@@ -43,18 +43,26 @@ def exchanged_rows(cfg: RunConfig, *, tokens: int, own: int, union: int) -> int:
     return union if cfg.parallel.unique_ids else tokens * cfg.parallel.gate_group
 
 
-def _reduced(elements: float, replicas: int, cfg: RunConfig) -> float:
-    """Gradients summed over `replicas`; the distributed optimizer scatters them and gathers the weights instead.
+def gradient_bytes(elements: float, replicas: int, cfg: RunConfig) -> float:
+    """Sent to sum gradients over `replicas`: an all-reduce, or a reduce-scatter for the distributed optimizer."""
+    kind = "reduce_scatter" if cfg.optimizer.distributed else "allreduce"
+    return ring_bytes(kind, elements * _BYTES[cfg.parallel.grad_reduce_dtype], replicas)
+
+
+def weight_bytes(elements: float, replicas: int, cfg: RunConfig) -> float:
+    """Sent to gather the weights that the distributed optimizer scattered over `replicas`.
 
     megatron-core has one optimizer for the tables and one for the rest. Unless gathering overlaps with forward, each of
     the two gathers the weights of both after its step: twice the bytes.
     """
-    gradients = elements * _BYTES[cfg.parallel.grad_reduce_dtype]
     if not cfg.optimizer.distributed:
-        return ring_bytes("allreduce", gradients, replicas)
-    gathers = 1 if cfg.parallel.overlap_param_gather else 2
-    weights = gathers * elements * _BYTES[cfg.train.precision]
-    return ring_bytes("reduce_scatter", gradients, replicas) + ring_bytes("allgather", weights / replicas, replicas)
+        return 0.0
+    gathers = 2 if cfg.model.gated and not cfg.parallel.overlap_param_gather else 1
+    return ring_bytes("allgather", gathers * elements * _BYTES[cfg.train.precision] / replicas, replicas)
+
+
+def _reduced(elements: float, replicas: int, cfg: RunConfig) -> float:
+    return gradient_bytes(elements, replicas, cfg) + weight_bytes(elements, replicas, cfg)
 
 
 def predict_traffic(cfg: RunConfig, ranks: int, rows: int) -> Traffic:

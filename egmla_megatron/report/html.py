@@ -18,7 +18,8 @@ th, td { border-bottom: 1px solid #ccc; padding: .25em .8em; text-align: left; v
 th { border-bottom: 2px solid #666 }
 img { max-width: 100%; height: auto }
 .table { overflow-x: auto }
-@media print { body { margin: 0; max-width: none; font-size: 10pt } img, table { break-inside: avoid } }
+@media print { body { margin: 0; max-width: none; font-size: 10pt } img, table { break-inside: avoid }
+  .table { overflow: visible } h2 { break-after: avoid } }
 """
 
 

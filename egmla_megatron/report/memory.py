@@ -7,13 +7,21 @@ saves and what GPUs really held at their peak (`tools/records/README.md`).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from egmla_megatron.config.check import Layout
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.model.count import count_parameters
 
-__all__ = ["Memory", "memory_per_rank", "unique_fraction", "worst_stage"]
+__all__ = [
+    "Memory",
+    "layer_activations",
+    "memory_per_rank",
+    "optimizer_bytes",
+    "parameters_of_rank",
+    "unique_fraction",
+    "worst_stage",
+]
 
 # T tokens of a micro-batch on a rank, U distinct ids among them, h hidden size
 
@@ -74,13 +82,9 @@ def memory_per_rank(cfg: RunConfig, layout: Layout, stage: int, *, te: bool, tri
         te: layers by Transformer Engine, else by torch.
         triton: gate and heads by our kernels.
     """
-    dense, tables = _parameters(cfg, layout, stage)
+    dense, tables = parameters_of_rank(cfg, layout, stage)
     wide = _bytes_wide(cfg)
     gradient = 2 if cfg.parallel.grad_reduce_dtype == "bf16" else 4
-    state = 12 if wide == 2 else 8  # fp32 weights are their own master
-    sharded = cfg.optimizer.distributed
-    dense_share = layout.dp * layout.cp if sharded else 1
-    table_share = layout.gate_data_parallel if sharded else 1
     layer = _Layer.of(cfg, layout, te=te, triton=triton)
     in_flight = min(layout.pp - stage, layout.num_microbatches) if layout.pp > 1 else 1
     saved = layer.saved * layout.layers_per_stage + layer.stage
@@ -91,11 +95,26 @@ def memory_per_rank(cfg: RunConfig, layout: Layout, stage: int, *, te: bool, tri
         weights=wide * dense,
         gate_tables=wide * tables,
         gradients=gradient * (dense + tables),
-        optimizer=state * dense // dense_share + state * tables // table_share,
+        optimizer=optimizer_bytes(cfg, layout, stage, sharded=cfg.optimizer.distributed),
         activations=in_flight * saved,
         logits=logits,
         temporary=head,
     )
+
+
+def optimizer_bytes(cfg: RunConfig, layout: Layout, stage: int, *, sharded: bool) -> int:
+    """Of the optimizer's states on a rank, with the distributed optimizer or without."""
+    dense, tables = parameters_of_rank(cfg, layout, stage)
+    state = 12 if _bytes_wide(cfg) == 2 else 8  # fp32 weights are their own master
+    if not sharded:
+        return state * (dense + tables)
+    return state * dense // (layout.dp * layout.cp) + state * tables // layout.gate_data_parallel
+
+
+def layer_activations(cfg: RunConfig, layout: Layout, *, te: bool, triton: bool) -> int:
+    """Bytes that a layer keeps of one micro-batch where nothing is computed twice."""
+    whole = replace(cfg, train=replace(cfg.train, recompute="none"))
+    return _Layer.of(whole, layout, te=te, triton=triton).saved
 
 
 def _head(cfg: RunConfig, layout: Layout, tokens: int, *, te: bool) -> tuple[int, int]:
@@ -109,7 +128,7 @@ def _head(cfg: RunConfig, layout: Layout, tokens: int, *, te: bool) -> tuple[int
     return (4 + wide) * count, weight
 
 
-def _parameters(cfg: RunConfig, layout: Layout, stage: int) -> tuple[int, int]:
+def parameters_of_rank(cfg: RunConfig, layout: Layout, stage: int) -> tuple[int, int]:
     """(dense, gating tables) of a rank. Norms and biases count as if they were sharded: they are a ten-thousandth."""
     parts = dict(count_parameters(cfg.model).by_part)
     tables = parts.pop("gate_tables", 0) // layout.pp // layout.gate_group

@@ -1,36 +1,87 @@
-"""The cost of a configuration as plain data and as a table, without building anything."""
+"""The cost of a configuration as plain data, without building anything."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
-from egmla_megatron.config.check import check_config
+from egmla_megatron.config.check import Layout, check_config
 from egmla_megatron.config.check_model import check_model
 from egmla_megatron.config.load import load_config
-from egmla_megatron.config.schema import RunConfig
+from egmla_megatron.config.schema import ModelConfig, RunConfig
+from egmla_megatron.errors import UserError
 from egmla_megatron.model.count import count_parameters, flops_per_token, kv_cache_elements_per_token
-from egmla_megatron.report.cards import USABLE, Card
-from egmla_megatron.report.memory import worst_stage
+from egmla_megatron.report.cards import USABLE, Card, Cluster
+from egmla_megatron.report.memory import memory_per_rank, optimizer_bytes, parameters_of_rank, worst_stage
 from egmla_megatron.report.search import search_layouts
+from egmla_megatron.report.step_time import StepTime, estimate_step, missing_for_estimate
+from egmla_megatron.report.traffic import collectives_of_step
 
-__all__ = ["format_plan", "format_search", "make_plan", "make_search"]
+__all__ = ["Hardware", "check_price", "make_comparison", "make_plan", "make_search"]
 
 # Bytes per parameter: weights in bf16, gradients summed in fp32, optimizer = fp32 master weight and two Adam moments.
 _WEIGHT_BYTES, _GRADIENT_BYTES, _OPTIMIZER_BYTES = 2, 4, 12
+_CACHE_BYTES = 2  # of a cached element, bf16
+_LONG_CONTEXT = 32_768  # tokens
+_COMPARABLE_LATENT = 4  # head dimensions in the latent of plain MLA: the paper's models that EG-MLA is compared with
+Recompute = Literal["none", "selective", "full"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """What a run is planned for."""
+
+    card: Card
+    cluster: Cluster
+    gpu_hour_price: float | None = None  # of one GPU, in any currency
+
+
+def check_price(price: float | None) -> None:
+    """Raises UserError for a price that cannot be one."""
+    if price is not None and not 0 <= price < 1e6:
+        raise UserError(f"--gpu-hour-price: got {price:g}, allowed 0 to 1e6; give the price of one GPU for an hour")
 
 
 def make_plan(
-    config: str | Path, overrides: Sequence[str] = (), world_size: int | None = None, card: Card | None = None
+    config: str | Path, overrides: Sequence[str] = (), world_size: int | None = None, hardware: Hardware | None = None
 ) -> dict[str, Any]:
-    """Returns counts (elements), operations (FLOPs per token) and bf16 training memory (bytes before sharding).
+    """Returns counts (elements), operations (FLOPs per token), cache and bf16 training memory (bytes before sharding).
 
     With `world_size` the parallel layout is checked and added as `layout`, with the memory of the rank that needs most
-    (on GPUs) and what fits into `card`. Raises UserError on bad input.
+    (on GPUs) and the bytes it sends; with `hardware` what fits, how long a step and the run take. Raises UserError on
+    bad input.
     """
-    return _plan_of(load_config(config, overrides), world_size, card)
+    cfg = load_config(config, overrides)
+    check_model(cfg.model)
+    plan = _plan_of_model(cfg)
+    if world_size is not None:
+        plan |= _plan_of_layout(cfg, check_config(cfg, world_size), hardware)
+    return plan
+
+
+def make_comparison(
+    configs: Sequence[str], overrides: Sequence[str], world_size: int | None, hardware: Hardware | None
+) -> dict[str, Any]:
+    """Plans of several configurations, each by its path or name; overrides are for all. Raises UserError."""
+    return {"plans": {name: make_plan(name, overrides, world_size, hardware) for name in configs}}
+
+
+def make_search(config: str | Path, overrides: Sequence[str], gpus: int, hardware: Hardware) -> dict[str, Any]:
+    """Layouts that fit, best first, as plain data. Raises UserError on bad input."""
+    cfg = load_config(config, overrides)
+    check_model(cfg.model)
+    te, triton = _on_gpus(cfg)
+    found = search_layouts(cfg, gpus, hardware.card, hardware.cluster, te=te, triton=triton)
+    layouts = []
+    for item in found:
+        layout = item.settings | {"memory_gib": round(item.total_gib, 2)}
+        if item.tokens_per_second is not None:
+            layout |= {"tokens_per_second": round(item.tokens_per_second), "limited_by": item.limited_by}
+        layouts.append(layout)
+    return {"model": cfg.model.name, "gpus": gpus, "card": dataclasses.asdict(hardware.card), "layouts": layouts}
 
 
 def _on_gpus(cfg: RunConfig) -> tuple[bool, bool]:
@@ -38,8 +89,7 @@ def _on_gpus(cfg: RunConfig) -> tuple[bool, bool]:
     return cfg.parallel.implementation != "torch" and cfg.train.precision == "bf16", cfg.parallel.kernels != "torch"
 
 
-def _plan_of(cfg: RunConfig, world_size: int | None, card: Card | None) -> dict[str, Any]:
-    check_model(cfg.model)
+def _plan_of_model(cfg: RunConfig) -> dict[str, Any]:
     parameters = count_parameters(cfg.model)
     flops = flops_per_token(cfg.model, cfg.train.seq_length)
     memory = {
@@ -47,80 +97,121 @@ def _plan_of(cfg: RunConfig, world_size: int | None, card: Card | None) -> dict[
         "gradients": _GRADIENT_BYTES * parameters.total,
         "optimizer": _OPTIMIZER_BYTES * parameters.total,
     }
-    plan: dict[str, Any] = {
+    return {
         "model": cfg.model.name,
         "active_params": parameters.active,
         "gate_table_params": parameters.gate_tables,
         "total_params": parameters.total,
         "kv_cache_elements_per_token": kv_cache_elements_per_token(cfg.model),
+        "kv_cache": _cache(cfg.model),
         "params_by_part": parameters.by_part,
         "seq_length": cfg.train.seq_length,
         "flops_per_token_forward": flops.forward,
         "flops_per_token_forward_backward": flops.forward_backward,
         "flops_per_token_forward_by_part": flops.by_part,
         "training_memory_bytes": memory | {"total": sum(memory.values())},
+        "tokens": cfg.total_steps * cfg.train.global_batch_size * cfg.train.seq_length,
+        "steps": cfg.total_steps,
     }
-    if world_size is not None:
-        layout = check_config(cfg, world_size)
-        plan["layout"] = dataclasses.asdict(layout)
-        te, triton = _on_gpus(cfg)
-        stage, of_rank = worst_stage(cfg, layout, te=te, triton=triton)
-        plan["memory_per_rank_bytes"] = dataclasses.asdict(of_rank) | {"total": of_rank.total}
-        plan["memory_worst_stage"] = stage
-        plan["memory_assumes"] = f"layers by {'te' if te else 'torch'}, kernels {'triton' if triton else 'torch'}"
-        if card is not None:
-            plan["card"] = dataclasses.asdict(card)
-            plan["fits"] = of_rank.total <= card.memory_gib * 2**30 * USABLE
+
+
+def _cache(model: ModelConfig) -> dict[str, dict[str, int]]:
+    """Bytes in bf16 of this model's cache, and of plain MLA's and MHA's with the same layers and heads."""
+    kinds = {"this model": model}
+    if model.attention == "mla":
+        latent = _COMPARABLE_LATENT * model.v_head_dim
+        plain = {"gate": "none", "kv_emb_dim": 0}
+        kinds[f"MLA, latent {latent}"] = replace(model, **plain, kv_lora_rank=latent)  # type: ignore[arg-type]
+        kinds["MHA"] = replace(model, **plain, attention="mha")  # type: ignore[arg-type]
+    sizes = {name: _CACHE_BYTES * kv_cache_elements_per_token(kind) for name, kind in kinds.items()}
+    return {
+        name: {"bytes_per_token": size, "bytes_per_32k_context": size * _LONG_CONTEXT} for name, size in sizes.items()
+    }
+
+
+def _plan_of_layout(cfg: RunConfig, layout: Layout, hardware: Hardware | None) -> dict[str, Any]:
+    te, triton = _on_gpus(cfg)
+    stage, of_rank = worst_stage(cfg, layout, te=te, triton=triton)
+    activations = {}
+    for choice in get_args(Recompute):
+        again = replace(cfg, train=replace(cfg.train, recompute=choice))
+        activations[choice] = memory_per_rank(again, layout, stage, te=te, triton=triton).activations
+    parts = [parameters_of_rank(cfg, layout, each) for each in range(layout.pp)]
+    plan: dict[str, Any] = {
+        "layout": dataclasses.asdict(layout),
+        "params_per_rank_by_stage": [{"dense": dense, "gate_tables": tables} for dense, tables in parts],
+        "memory_per_rank_bytes": dataclasses.asdict(of_rank) | {"total": of_rank.total},
+        "memory_worst_stage": stage,
+        "memory_assumes": f"layers by {'te' if te else 'torch'}, kernels {'triton' if triton else 'torch'}",
+        "recompute": cfg.train.recompute,
+        "activations_bytes_by_recompute": activations,
+        "distributed_optimizer": cfg.optimizer.distributed,
+        "optimizer_bytes": {
+            "distributed": optimizer_bytes(cfg, layout, stage, sharded=True),
+            "not distributed": optimizer_bytes(cfg, layout, stage, sharded=False),
+        },
+        "sent_per_step_and_rank": _sent(cfg, layout),
+    }
+    if hardware is not None:
+        plan["card"] = dataclasses.asdict(hardware.card)
+        plan["cluster"] = dataclasses.asdict(hardware.cluster)
+        plan["fits"] = of_rank.total <= hardware.card.memory_gib * 2**30 * USABLE
+        plan |= _plan_of_time(cfg, layout, hardware, te=te, triton=triton)
     return plan
 
 
-def format_plan(plan: dict[str, Any]) -> str:
-    """Returns the plan as lines for a person to read; sizes in millions, MFLOP and GiB."""
-    lines = [f"{'model':<36} {plan['model']}"]
-    for key in ("active_params", "gate_table_params", "total_params"):
-        lines.append(f"{key:<36} {plan[key] / 1e6:>12,.1f} M")
-    lines.append(f"{'kv_cache_elements_per_token':<36} {plan['kv_cache_elements_per_token']:>12,d}")
-    lines += ["", "parameters by part"]
-    lines += [f"  {part:<34} {count / 1e6:>12,.3f} M" for part, count in plan["params_by_part"].items()]
-    lines += ["", f"operations per token at {plan['seq_length']} tokens (a multiply-add is two)"]
-    by_part = plan["flops_per_token_forward_by_part"]
-    lines += [f"  {part:<34} {count / 1e6:>12,.3f} MFLOP" for part, count in by_part.items()]
-    lines.append(f"  {'forward':<34} {plan['flops_per_token_forward'] / 1e6:>12,.1f} MFLOP")
-    lines.append(f"  {'forward and backward':<34} {plan['flops_per_token_forward_backward'] / 1e6:>12,.1f} MFLOP")
-    lines += ["", "bf16 training memory before sharding and without activations"]
-    lines += [f"  {part:<34} {size / 2**30:>12,.2f} GiB" for part, size in plan["training_memory_bytes"].items()]
-    if "memory_per_rank_bytes" in plan:
-        where = f"stage {plan['memory_worst_stage']}, {plan['memory_assumes']}"
-        lines += ["", f"memory of the GPU that needs most ({where}; CUDA and NCCL hold 1 to 3 GiB more)"]
-        lines += [f"  {part:<34} {size / 2**30:>12,.2f} GiB" for part, size in plan["memory_per_rank_bytes"].items()]
-    if "fits" in plan:
-        card = plan["card"]
-        verdict = "fits" if plan["fits"] else "does not fit"
-        lines.append(f"  {verdict} into one {card['name']} of {card['memory_gib']:.1f} GiB")
-    if "layout" in plan:
-        lines += ["", "layout"]
-        lines += [f"  {name:<34} {size:>12,d}" for name, size in plan["layout"].items()]
-    return "\n".join(lines)
+def _sent(cfg: RunConfig, layout: Layout) -> list[dict[str, Any]]:
+    """Of a rank of the stage that sends most."""
+    stages = [collectives_of_step(cfg, layout, stage) for stage in range(layout.pp)]
+    most = max(stages, key=lambda found: sum(each.sent_bytes for each in found))
+    return [dataclasses.asdict(each) for each in most]
 
 
-def make_search(config: str | Path, overrides: Sequence[str], gpus: int, card: Card) -> dict[str, Any]:
-    """Layouts that fit, best first, as plain data. Raises UserError on bad input."""
-    cfg = load_config(config, overrides)
-    check_model(cfg.model)
-    te, triton = _on_gpus(cfg)
-    found = search_layouts(cfg, gpus, card.memory_gib, te=te, triton=triton)
-    layouts = [item.settings | {"memory_gib": round(item.total_gib, 2)} for item in found]
-    return {"model": cfg.model.name, "gpus": gpus, "card": dataclasses.asdict(card), "layouts": layouts}
+def _plan_of_time(cfg: RunConfig, layout: Layout, hardware: Hardware, *, te: bool, triton: bool) -> dict[str, Any]:
+    missing = missing_for_estimate(cfg, layout, hardware.card, hardware.cluster)
+    if missing:
+        return {"estimate": None, "estimate_missing": missing}
+    step = estimate_step(cfg, layout, hardware.card, hardware.cluster, te=te, triton=triton)
+    return {
+        "estimate": dataclasses.asdict(step) | _rates(cfg, layout, hardware.card, step),
+        "graph_tokens_per_second": _with_graph(cfg, layout, hardware, te=te, triton=triton),
+        "budget": _budget(cfg, layout, step, hardware.gpu_hour_price),
+    }
 
 
-def format_search(found: dict[str, Any], most: int = 12) -> str:
-    """The first layouts as lines for a person to read."""
-    card, layouts = found["card"], found["layouts"]
-    head = f"{found['model']} on {found['gpus']} {card['name']} of {card['memory_gib']:.1f} GiB: "
-    if not layouts:
-        return head + "nothing fits; more GPUs, or a smaller model"
-    lines = [f"{head}{len(layouts)} layouts fit; nothing computed twice first, then the least model parallelism"]
-    for layout in layouts[:most]:
-        settings = " ".join(f"{key}={value}" for key, value in layout.items() if key != "memory_gib")
-        lines.append(f"  {layout['memory_gib']:>7.2f} GiB  {settings}")
-    return "\n".join(lines)
+def _rates(cfg: RunConfig, layout: Layout, card: Card, step: StepTime) -> dict[str, float]:
+    tokens = cfg.train.global_batch_size * cfg.train.seq_length
+    rate = tokens / step.step_s
+    flops = rate / layout.world_size * flops_per_token(cfg.model, cfg.train.seq_length).forward_backward
+    return {
+        "tokens_per_step": tokens,
+        "tokens_per_second": rate,
+        "tokens_per_second_per_rank": rate / layout.world_size,
+        "tflops_per_second_per_rank": flops / 1e12,
+        "mfu": flops / (card.bf16_tflops * 1e12),
+    }
+
+
+def _with_graph(cfg: RunConfig, layout: Layout, hardware: Hardware, *, te: bool, triton: bool) -> float | None:
+    """Tokens per second with train.cuda_graph where it is off and could be on; else None."""
+    if cfg.train.cuda_graph:
+        return None
+    graph = replace(cfg, train=replace(cfg.train, cuda_graph=True))
+    try:
+        check_config(graph, layout.world_size)
+    except UserError:
+        return None
+    step = estimate_step(graph, layout, hardware.card, hardware.cluster, te=te, triton=triton)
+    return cfg.train.global_batch_size * cfg.train.seq_length / step.step_s
+
+
+def _budget(cfg: RunConfig, layout: Layout, step: StepTime, price: float | None) -> dict[str, float | None]:
+    """Of the steps alone: evaluations, checkpoints and restarts come on top."""
+    hours = cfg.total_steps * step.step_s / 3600
+    gpu_hours = hours * layout.world_size
+    return {
+        "days": hours / 24,
+        "gpu_hours": gpu_hours,
+        "gpu_hour_price": price,
+        "cost": None if price is None else gpu_hours * price,
+    }

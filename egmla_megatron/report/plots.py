@@ -14,13 +14,16 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from egmla_megatron.report.read import Record, RunMetrics
+from egmla_megatron.report.times import parts_of_steps
 
-__all__ = ["plot_comparison", "plot_loss", "plot_throughput"]
+__all__ = ["plot_comparison", "plot_loss", "plot_parts", "plot_throughput"]
 
 # The Okabe-Ito palette without its yellow, which paper does not show; line styles differ as well.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#000000")
 _STYLES = ("-", "--", "-.", ":")
 _MARKERS = ("o", "s", "^", "D")
+_HATCHES = ("", "//", "..", "xx", "\\\\", "")
+_BARS = 60  # of a plot of parts, at most
 _RESTART = {"color": "#666666", "linestyle": ":", "linewidth": 1.2}
 _SMOOTH_FROM = 200  # points from which a smoothed curve is drawn over the raw one
 
@@ -68,15 +71,53 @@ def plot_throughput(metrics: RunMetrics, path: Path) -> None:
     _save(figure, path)
 
 
+def plot_parts(metrics: RunMetrics, path: Path) -> None:
+    """Draws the parts of the steps on top of each other to `path`; nothing where no step has parts."""
+    parts = parts_of_steps(metrics.steps)
+    if not parts:
+        return
+    figure, axes = _figure()
+    timed = [record["step"] for record in metrics.steps if _has_parts(record)]
+    size = -(-len(timed) // _BARS)  # neighbouring steps in one bar
+    chunks = [slice(first, first + size) for first in range(0, len(timed), size)]
+    places = [statistics.fmean(timed[chunk]) for chunk in chunks]
+    width = 0.9 * (timed[-1] - timed[0] + 1) / len(chunks)
+    floor = [0.0] * len(chunks)
+    for index, (name, seconds) in enumerate(parts.items()):
+        heights = [1e3 * statistics.fmean(seconds[chunk]) for chunk in chunks]
+        colour, hatch = _COLOURS[index % len(_COLOURS)], _HATCHES[index % len(_HATCHES)]
+        axes.bar(places, heights, width, floor, color=colour, hatch=hatch, edgecolor="white", linewidth=0, label=name)
+        floor = [low + height for low, height in zip(floor, heights, strict=True)]
+    _mark_restarts(axes, metrics)
+    axes.set_ylabel("ms of a step")
+    axes.set_title(f"{metrics.name}: parts of a step" + (f" (means of {size} steps)" if size > 1 else ""))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    ordinary = statistics.median(floor)
+    axes.set_ylim(0, min(1.05 * max(floor), 3 * ordinary) or 1.0)  # the first steps would dwarf all others
+    _finish_step_axis(axes)
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+    _save(figure, path)
+
+
+def _has_parts(record: Record) -> bool:
+    return bool(parts_of_steps([record]))
+
+
 def plot_comparison(runs: Sequence[RunMetrics], path: Path, *, over: str) -> None:
     """Draws the losses of several runs to `path`, validation losses as points.
 
-    over: tokens, or hours (spent in steps, without evaluations and checkpoints).
+    over: tokens, or time (spent in steps, without evaluations and checkpoints).
     """
     figure, axes = _figure()
+    at_seconds = [_seconds_at(metrics) for metrics in runs]
+    longest = max((max(each.values()) for each in at_seconds if each), default=0.0)
+    unit, word = (3600, "hours") if longest > 7200 else (60, "minutes") if longest > 120 else (1, "seconds")
     for index, metrics in enumerate(runs):
         colour, style = _COLOURS[index % len(_COLOURS)], _STYLES[index % len(_STYLES)]
-        place = _tokens_at(metrics) if over == "tokens" else _hours_at(metrics)
+        place = {step: seconds / unit for step, seconds in at_seconds[index].items()}
+        if over == "tokens":
+            place = _tokens_at(metrics)
         steps, losses = _series(metrics.steps, "loss")
         _draw_loss(axes, [place[step] for step in steps], losses, colour, style, metrics.name)
         evals = [record for record in metrics.evals if record["step"] in place]
@@ -86,7 +127,7 @@ def plot_comparison(runs: Sequence[RunMetrics], path: Path, *, over: str) -> Non
             marker = _MARKERS[index % len(_MARKERS)]
             label = f"{metrics.name}, validation"
             axes.plot(places, val_losses, marker, color=colour, markersize=8, markeredgecolor="white", label=label)
-    axes.set_xlabel("tokens" if over == "tokens" else "hours in steps")
+    axes.set_xlabel("tokens" if over == "tokens" else f"{word} in steps")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
     axes.set_ylabel("loss (nats per token)")
     axes.set_title(f"loss of several runs over {over}")
@@ -99,13 +140,13 @@ def _tokens_at(metrics: RunMetrics) -> dict[float, float]:
     return {record["step"]: record.get("tokens", math.nan) for record in metrics.steps}
 
 
-def _hours_at(metrics: RunMetrics) -> dict[float, float]:
+def _seconds_at(metrics: RunMetrics) -> dict[float, float]:
     """Steps that were not logged took as long as the next one that was."""
-    hours, before, found = 0.0, 0, dict[float, float]()
+    seconds, before, found = 0.0, 0, dict[float, float]()
     for record in metrics.steps:
-        hours += (record["step"] - before) * record.get("step_time_s", math.nan) / 3600
+        seconds += (record["step"] - before) * record.get("step_time_s", math.nan)
         before = record["step"]
-        found[before] = hours
+        found[before] = seconds
     return found
 
 

@@ -1,4 +1,4 @@
-"""Layouts of a model on so many GPUs that fit into their memory."""
+"""Layouts of a model on so many GPUs that fit into their memory, ranked by the estimated speed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any, Literal, get_args
 from egmla_megatron.config.check import Layout, check_config
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.errors import UserError
-from egmla_megatron.report.cards import USABLE
+from egmla_megatron.report.cards import USABLE, Card, Cluster
 from egmla_megatron.report.memory import worst_stage
+from egmla_megatron.report.step_time import estimate_step, missing_for_estimate
 
 __all__ = ["Found", "search_layouts"]
 
@@ -26,11 +27,16 @@ class Found:
     settings: dict[str, Any]  # section.key -> value
     layout: Layout
     total_gib: float  # of the worst rank
+    tokens_per_second: float | None  # estimated; None: the card or a link is not known well enough
+    limited_by: str | None
 
 
-def search_layouts(cfg: RunConfig, gpus: int, memory_gib: float, *, te: bool, triton: bool) -> list[Found]:
-    """All that fit, best first: what computes nothing twice, then the least model parallelism, then the largest gate
-    group (faster than replicated tables wherever it was measured), then the largest micro-batch."""
+def search_layouts(cfg: RunConfig, gpus: int, card: Card, cluster: Cluster, *, te: bool, triton: bool) -> list[Found]:
+    """All that fit, by estimated tokens per second, the fastest first.
+
+    Where that is not known: what computes nothing twice, then the least model parallelism, then the largest gate group
+    (faster than replicated tables wherever it was measured), then the largest micro-batch.
+    """
     found = []
     for settings, candidate in _candidates(cfg, gpus):
         try:
@@ -38,17 +44,21 @@ def search_layouts(cfg: RunConfig, gpus: int, memory_gib: float, *, te: bool, tr
         except UserError:
             continue  # does not divide something
         total = worst_stage(candidate, layout, te=te, triton=triton)[1].total / 2**30
-        if total <= memory_gib * USABLE:
-            found.append(Found(settings, layout, total))
-    order = get_args(Recompute)
+        if total > card.memory_gib * USABLE:
+            continue
+        rate = limit = None
+        if not missing_for_estimate(candidate, layout, card, cluster):
+            step = estimate_step(candidate, layout, card, cluster, te=te, triton=triton)
+            rate, limit = cfg.train.global_batch_size * cfg.train.seq_length / step.step_s, step.limited_by
+        found.append(Found(settings, layout, total, rate, limit))
+    return sorted(found, key=_rank)
 
-    def rank(item: Found) -> tuple[float, ...]:
-        layout = item.layout
-        again = order.index(item.settings["train.recompute"])
-        model_parallel = layout.tp * layout.pp
-        return (again, model_parallel, layout.pp, -layout.gate_group, -item.settings["train.micro_batch_size"])
 
-    return sorted(found, key=rank)
+def _rank(item: Found) -> tuple[float, ...]:
+    layout = item.layout
+    again = get_args(Recompute).index(item.settings["train.recompute"])
+    by_layout = (again, layout.tp * layout.pp, layout.pp, -layout.gate_group, -item.settings["train.micro_batch_size"])
+    return (-(item.tokens_per_second or 0.0), *by_layout)
 
 
 def _candidates(cfg: RunConfig, gpus: int) -> Iterator[tuple[dict[str, Any], RunConfig]]:
@@ -65,7 +75,8 @@ def _candidates(cfg: RunConfig, gpus: int) -> Iterator[tuple[dict[str, Any], Run
             "train.micro_batch_size": batch,
         }
         train = replace(cfg.train, recompute=again, micro_batch_size=batch)
-        if tp * pp > 1 or again != "none":
+        if cfg.train.cuda_graph and (tp * pp > 1 or again != "none"):
             train = replace(train, cuda_graph=False)
+            settings["train.cuda_graph"] = "false"
         parallel = replace(cfg.parallel, tensor=tp, sequence=tp > 1, pipeline=pp, gate_group=group)
         yield settings, replace(cfg, train=train, parallel=parallel)

@@ -41,6 +41,7 @@ class Summary:
     training_time_s: float
     peak_memory_mib: float | None
     peak_memory_rank: int | None
+    reserved_memory_mib: float | None  # by torch's allocator on a GPU, of the worst rank
     unique_id_fraction: float | None  # of the tokens of a micro-batch, mean over the steps
     tokens_per_second: Spread | None
     tokens_per_second_per_rank: Spread | None
@@ -89,6 +90,7 @@ def summarize(metrics: RunMetrics) -> Summary:
         training_time_s=sum(finite(metrics.steps, "step_time_s")),
         peak_memory_mib=max(memory, default=None),
         peak_memory_rank=last.get("peak_memory_rank"),
+        reserved_memory_mib=max(finite(metrics.steps, "reserved_memory_mib"), default=None),
         unique_id_fraction=statistics.fmean(shares) if shares else None,
         tokens_per_second=spread(finite(steady, "tokens_per_second")),
         tokens_per_second_per_rank=spread(finite(steady, "tokens_per_second_per_rank")),

@@ -10,7 +10,7 @@ from egmla_megatron.model.count import count_parameters, kv_cache_elements_per_t
 from egmla_megatron.report.read import RunMetrics
 from egmla_megatron.report.summary import Spread, Summary, summarize
 
-__all__ = ["comparison", "configuration", "markdown", "prediction", "restarts", "results", "throughput"]
+__all__ = ["comparison", "configuration", "markdown", "restarts", "results", "throughput"]
 
 _NONE = "–"
 
@@ -64,6 +64,7 @@ def results(summary: Summary) -> str:
         ["skipped steps (NaN or Inf)", str(summary.skipped)],
         ["time in steps (s)", f"{summary.training_time_s:,.1f}"],
         ["peak memory of a rank (MiB)", _peak(summary)],
+        ["reserved by torch's allocator (MiB)", _number(summary.reserved_memory_mib, ",.0f")],
         ["distinct ids of a micro-batch", _number(summary.unique_id_fraction, ".1%")],
     ]
     return markdown(["result", "value"], rows)
@@ -87,23 +88,6 @@ def throughput(summary: Summary) -> str:
     return markdown(["measure", "median", "first quartile", "third quartile", "n"], rows)
 
 
-def prediction(metrics: RunMetrics) -> str:
-    """What the plan said about the memory of the rank that needs most, and what it was."""
-    start = metrics.starts[-1] if metrics.starts else {}
-    parts: dict[str, float] | None = start.get("predicted_memory_mib")
-    measured = summarize(metrics).peak_memory_mib
-    if not parts or measured is None:
-        return "Nothing was predicted: plans are of GPUs."
-    rows = [[name.replace("_", " "), f"{size:,.0f}"] for name, size in parts.items() if name != "total"]
-    total = parts["total"]
-    rows += [
-        ["predicted", f"{total:,.0f}"],
-        ["measured", f"{measured:,.0f}"],
-        ["error", f"{total / measured - 1:+.1%}"],
-    ]
-    return markdown(["memory per rank", "MiB"], rows)
-
-
 def restarts(metrics: RunMetrics) -> str:
     """Every start of the run, one line each; says so when there was only one."""
     if not metrics.restarts:
@@ -125,30 +109,40 @@ def restarts(metrics: RunMetrics) -> str:
 
 
 def comparison(runs: Sequence[RunMetrics]) -> str:
-    """One row per run."""
-    header = ["run", "active (M)", "tables (M)", "cache/token", "ranks", "steps", "tokens", "train loss", "val loss"]
-    header += ["tokens/s", "peak memory (MiB)"]
-    rows = []
+    """One row per run in each of two tables, narrow enough for paper: what was trained, and how fast."""
+    losses, speeds = [], []
     for metrics in runs:
         summary, count = summarize(metrics), count_parameters(metrics.config.model)
         start = metrics.starts[-1] if metrics.starts else {}
-        speed = summary.tokens_per_second
-        rows.append(
+        losses.append(
             [
                 metrics.name,
                 f"{count.active / 1e6:,.1f}",
                 f"{count.gate_tables / 1e6:,.1f}",
                 f"{kv_cache_elements_per_token(metrics.config.model):,d}",
-                str(start.get("world_size", _NONE)),
                 f"{summary.steps:,d}",
                 f"{summary.tokens:,d}",
                 f"{summary.mean_last_loss:.4f}",
                 _number(summary.val_loss, ".4f"),
-                f"{speed.median:,.0f} ({speed.low:,.0f} to {speed.high:,.0f}, n={speed.n})" if speed else _NONE,
+            ]
+        )
+        speed = summary.tokens_per_second
+        speeds.append(
+            [
+                metrics.name,
+                f"{start.get('device', _NONE)} x {start.get('world_size', _NONE)}",
+                *(
+                    [f"{each:,.0f}" for each in (speed.median, speed.low, speed.high, speed.n)]
+                    if speed
+                    else [_NONE] * 4
+                ),
+                f"{summary.mfu.median:.1%}" if summary.mfu else _NONE,
                 _number(summary.peak_memory_mib, ",.0f"),
             ]
         )
-    return markdown(header, rows)
+    head = ["run", "active (M)", "tables (M)", "cache/token", "steps", "tokens", "train loss", "val loss"]
+    rates = ["run", "device x ranks", "tokens/s", "first quartile", "third quartile", "n", "MFU", "peak memory (MiB)"]
+    return f"{markdown(head, losses)}\n\n{markdown(rates, speeds)}"
 
 
 def _attention(cfg: RunConfig) -> str:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from egmla_megatron.errors import UserError
-from egmla_megatron.report import tables
+from egmla_megatron.report import predicted, tables, times
 from egmla_megatron.report.html import to_html
-from egmla_megatron.report.plots import plot_comparison, plot_loss, plot_throughput
+from egmla_megatron.report.plots import plot_comparison, plot_loss, plot_parts, plot_throughput
 from egmla_megatron.report.read import RunMetrics, read_run
 from egmla_megatron.report.summary import summarize
 
@@ -17,13 +17,14 @@ __all__ = ["write_comparison", "write_report"]
 
 
 def write_report(run_dir: str | Path) -> Path:
-    """Writes report.md, loss.png, throughput.png and report.html into `run_dir`, returns the path of report.md.
+    """Writes report.md, its plots and report.html into `run_dir`, returns the path of report.md.
 
     Raises UserError when the folder holds no run.
     """
     metrics = read_run(run_dir)
     plot_loss(metrics, metrics.run_dir / "loss.png")
     plot_throughput(metrics, metrics.run_dir / "throughput.png")
+    plot_parts(metrics, metrics.run_dir / "step_time.png")
     return _write_both(metrics.run_dir / "report.md", _report(metrics), metrics.name)
 
 
@@ -35,7 +36,7 @@ def write_comparison(run_dirs: Sequence[str | Path], out: str | Path) -> Path:
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     plot_comparison(runs, folder / "comparison.png", over="tokens")
-    plot_comparison(runs, folder / "comparison_time.png", over="hours")
+    plot_comparison(runs, folder / "comparison_time.png", over="time")
     sources = "\n".join(f"- {metrics.name}: `{metrics.run_dir}`" for metrics in runs)
     text = f"# Comparison of {len(runs)} runs\n\n{_warning(runs)}![loss over tokens](comparison.png)\n\n"
     text += f"![loss over time in steps](comparison_time.png)\n\n{tables.comparison(runs)}\n\n"
@@ -56,17 +57,23 @@ def _warning(runs: Sequence[RunMetrics]) -> str:
 def _report(metrics: RunMetrics) -> str:
     summary = summarize(metrics)
     warmup = metrics.config.logging.warmup_steps
+    split = times.split(metrics)
     parts = [
         f"# {metrics.name}",
         "## Results",
         tables.results(summary),
         "![training and validation loss](loss.png)",
         "## Throughput",
-        f"The first {warmup} steps after each start do not count.",
+        f"The first {warmup} steps after each start do not count, nor do evaluations and checkpoints.",
         tables.throughput(summary),
         "![tokens per second and peak memory](throughput.png)",
-        "## Memory: predicted and measured",
-        tables.prediction(metrics),
+        *(["## Where a step's time goes", split, "![parts of every step](step_time.png)"] if split else []),
+        times.stragglers(metrics),
+        "## Where the run's time went",
+        times.spent(metrics),
+        "## Predicted and measured",
+        predicted.prediction(metrics),
+        predicted.memory_prediction(metrics),
         "## Configuration",
         tables.configuration(metrics),
         "## Restarts",
@@ -74,7 +81,7 @@ def _report(metrics: RunMetrics) -> str:
     ]
     if metrics.torn_lines:
         parts.append(f"Lines of metrics.jsonl that a crash cut short, left out: {metrics.torn_lines}.")
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def _write_both(path: Path, text: str, title: str) -> Path:

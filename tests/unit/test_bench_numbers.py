@@ -10,12 +10,12 @@ import pytest
 
 from egmla_megatron.bench import zipf
 from egmla_megatron.bench.batches import InMemoryDataset, open_dataset, rows_of_step
-from egmla_megatron.bench.collectives import ring_bytes
 from egmla_megatron.bench.link import interface_in_use, sent_by_interface
 from egmla_megatron.bench.measure import Measurement
 from egmla_megatron.bench.options import base_config, parse_options
 from egmla_megatron.bench.predict import Traffic, exchanged_rows, predict_traffic
 from egmla_megatron.bench.probe import ExchangeTimes
+from egmla_megatron.bench.ring import ring_bytes
 from egmla_megatron.bench.rows import Facts, make_row, percentile
 from egmla_megatron.bench.variants import VARIANTS, variant_config
 from egmla_megatron.config.schema import RunConfig

@@ -13,9 +13,10 @@ from egmla_megatron.config.check import check_config
 from egmla_megatron.config.load import load_config
 from egmla_megatron.config.schema import ModelConfig
 from egmla_megatron.errors import UserError
-from egmla_megatron.report.cards import find_card
+from egmla_megatron.report.cards import Card, find_card, find_cluster
 from egmla_megatron.report.memory import memory_per_rank, unique_fraction, worst_stage
-from egmla_megatron.report.plan import format_search, make_search
+from egmla_megatron.report.plan import Hardware, make_search
+from egmla_megatron.report.show_plan import format_search
 from tests.tiny import tiny_run
 
 BEFORE = ["parallel.unique_ids=false"]  # runs before distinct ids and kernels
@@ -135,14 +136,22 @@ def test_distinct_ids_fall_with_tokens() -> None:
     assert shares == sorted(shares, reverse=True) and shares[0] <= 1.0 and shares[3] == 0.21
 
 
+def _with_links(card: Card, gpus: int) -> Hardware:
+    return Hardware(card, find_cluster(card, gpus, None, None, None))
+
+
 def test_search_finds_what_fits() -> None:
-    found = make_search("pretrain_1b2", [], 8, find_card("h100", None, None))
+    found = make_search("pretrain_1b2", [], 8, _with_links(find_card("h100", None, None), 8))
     best = found["layouts"][0]
     assert best["train.recompute"] == "none" and best["parallel.tensor"] == best["parallel.pipeline"] == 1
     assert all(layout["memory_gib"] < 79.2 for layout in found["layouts"])
-    small = make_search("pretrain_1b2", [], 8, find_card("small", 24.0, 100.0))
+    speeds = [layout["tokens_per_second"] for layout in found["layouts"]]
+    assert speeds == sorted(speeds, reverse=True) and "by estimated tokens/s" in format_search(found)
+    small = make_search("pretrain_1b2", [], 8, _with_links(find_card("small", 24.0, 100.0), 8))
     assert 0 < len(small["layouts"]) < len(found["layouts"])
-    assert "nothing fits" in format_search(make_search("pretrain_1b2", [], 1, find_card("tiny", 8.0, 10.0)))
+    assert "tokens_per_second" not in small["layouts"][0] and "nothing computed twice first" in format_search(small)
+    none = make_search("pretrain_1b2", [], 1, _with_links(find_card("tiny", 8.0, 10.0), 1))
+    assert "nothing fits" in format_search(none)
 
 
 def test_unknown_cards_need_their_numbers() -> None:

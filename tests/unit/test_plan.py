@@ -6,8 +6,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-from egmla_megatron.report.plan import format_plan, make_plan
+import pytest
+
+from egmla_megatron.report.cards import find_card, find_cluster
+from egmla_megatron.report.plan import Hardware, make_comparison, make_plan
+from egmla_megatron.report.show_plan import format_comparison, format_plan
 
 
 def _plan(root: Path, *arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -25,6 +30,15 @@ def test_json(root: Path, tmp_path: Path) -> None:
     assert "layout" not in plan
 
 
+def test_comparison_by_the_command(root: Path) -> None:
+    done = _plan(root, "--compare", "pretrain_mla_base", "pretrain_base", "model.num_layers=6", "--gpus", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    plans = json.loads(done.stdout)["plans"]
+    assert list(plans) == ["pretrain_mla_base", "pretrain_base"]
+    assert plans["pretrain_base"]["layout"]["layers_per_stage"] == 6
+    assert [plan["gate_table_params"] > 0 for plan in plans.values()] == [False, True]
+
+
 def test_table_names_the_contract_keys(root: Path) -> None:
     done = _plan(root, "configs/model/eg_mla_base_kv64.yaml")
     assert done.returncode == 0, done.stderr
@@ -39,16 +53,96 @@ def test_layout() -> None:
     assert "gate_data_parallel" in format_plan(plan)
 
 
+def _hardware(gpus: int, price: float | None = None, name: str = "h100") -> Hardware:
+    card = find_card(name, 80.0, 900.0)
+    return Hardware(card, find_cluster(card, gpus, None, None, None), price)
+
+
+def test_choices_beside_each_other() -> None:
+    plan = make_plan("pretrain_1b2", ["parallel.gate_group=4"], 8)
+    kept = plan["activations_bytes_by_recompute"]
+    assert kept["none"] == plan["memory_per_rank_bytes"]["activations"] > kept["selective"] > kept["full"] > 0
+    states = plan["optimizer_bytes"]
+    assert states["distributed"] == plan["memory_per_rank_bytes"]["optimizer"]
+    dense, tables = (plan["params_per_rank_by_stage"][0][name] for name in ("dense", "gate_tables"))
+    assert states["not distributed"] == 12 * (dense + tables) and tables == plan["gate_table_params"] / 4
+    assert states["distributed"] == pytest.approx(12 * (dense / 8 + tables / 2), abs=2)
+    assert "estimate" not in plan
+
+
+def test_the_cache_beside_mla_and_mha() -> None:
+    cache = make_plan("eg_mla_xlarge_kv128_emb512")["kv_cache"]
+    assert cache["this model"]["bytes_per_token"] == 2 * 24 * (128 + 64)
+    assert cache["this model"]["bytes_per_32k_context"] == 32768 * 2 * 24 * (128 + 64)
+    assert (
+        cache["MLA, latent 512"]["bytes_per_token"]
+        == make_plan("mla_xlarge_kv512")["kv_cache"]["this model"]["bytes_per_token"]
+    )
+    assert cache["MHA"]["bytes_per_token"] == 2 * 24 * 2 * 16 * 128
+    assert list(make_plan("mha_base")["kv_cache"]) == ["this model"]
+
+
+def test_time_and_cost_follow_from_the_step() -> None:
+    plan = make_plan("pretrain_base", ["parallel.gate_group=4"], 8, _hardware(8, price=2.5))
+    found, budget = plan["estimate"], plan["budget"]
+    assert plan["steps"] == 127_157 and plan["tokens"] == 127_157 * 384 * 1024
+    assert found["tokens_per_second"] == pytest.approx(384 * 1024 / found["step_s"])
+    assert found["mfu"] == pytest.approx(
+        plan["flops_per_token_forward_backward"] * found["tokens_per_second"] / 8 / 900e12
+    )
+    assert budget["gpu_hours"] == pytest.approx(127_157 * found["step_s"] / 3600 * 8)
+    assert budget["cost"] == pytest.approx(2.5 * budget["gpu_hours"]) and budget["days"] * 24 * 8 == budget["gpu_hours"]
+    assert plan["graph_tokens_per_second"] > found["tokens_per_second"]  # the host limits this one
+    text = format_plan(plan)
+    for part in ("host launches", "<- the limit", "MFU", "recompute none; selective", "gate rows", "at 2.5 a GPU-hour"):
+        assert part in text
+    assert "GB/s a GPU inside a node (data sheet" in text and "GB/s a node of" not in text
+    assert "GB/s a node of 8 (data sheet" in format_plan(make_plan("pretrain_base", [], 16, _hardware(16)))
+    assert "cost" not in format_plan(make_plan("pretrain_base", [], 8, _hardware(8)))
+
+
+def test_no_estimate_without_its_numbers() -> None:
+    plan = make_plan("pretrain_base", [], 8, _hardware(8, name="mine"))
+    assert plan["estimate"] is None and plan["fits"]
+    assert "no estimate of the step time: give --gpu-memory-gb-per-s" in format_plan(plan)
+    assert make_plan("quickstart", [], 2, _hardware(2))["estimate"] is None  # fp32
+
+
+def test_comparison_of_two_configurations() -> None:
+    compared = make_comparison(["pretrain_mla_1b2", "pretrain_1b2"], [], 8, _hardware(8))
+    text = format_comparison(compared)
+    lines: dict[str, Any] = {line[:34].strip(): line[34:].split() for line in text.splitlines()}
+    assert lines["KV cache, bytes a token"] == ["27,648", "9,216", "0.333"]
+    assert lines["gating tables (M)"] == ["0.0", "618.1", "-"]
+    one, two = (plan["estimate"]["tokens_per_second"] for plan in compared["plans"].values())
+    assert lines["tokens/s (estimated)"][2] == f"{two / one:.3f}"
+    assert "tokens/s" not in format_comparison(make_comparison(["pretrain_mla_1b2", "pretrain_1b2"], [], None, None))
+    same = make_comparison(["pretrain_base", "pretrain_base"], [], None, None)
+    assert len(same["plans"]) == 1 and "1.000" in format_comparison(same)
+
+
 def test_a_mistake_is_one_line_and_exit_code_2(root: Path) -> None:
-    mistakes = (
+    mistakes: tuple[tuple[str, ...], ...] = (
         ("quickstart", "model.kv_emb_dims=3"),
         ("quickstart", "model.kv_emb_dim=0"),
         ("quickstart", "--world-size", "3"),
         ("gone.yaml",),
+        (),
+        ("--compare", "pretrain_base", "gone"),
+        ("--compare", "pretrain_base", "pretrain_1b2", "--search"),
+        ("pretrain_base", "--gpus", "8", "--gpu", "b200"),
+        ("pretrain_base", "--gpu", "h100"),
+        ("pretrain_base", "--gpus", "8", "--gpu-hour-price", "2"),
+        ("pretrain_base", "--gpus", "8", "--gpu", "h100", "--gpu-hour-price", "-2"),
+        ("pretrain_base", "--gpus", "8", "--gpu", "h100", "--gpu-hour-price", "nan"),
+        ("pretrain_base", "--gpus", "8", "--gpu", "h100", "--link-gb-per-s", "0"),
+        ("pretrain_base", "--gpus", "8", "--gpu", "h100", "--nvlink-gb-per-s", "inf"),
+        ("pretrain_base", "--gpus", "8", "--gpu", "h100", "--gpus-per-node", "0"),
+        ("pretrain_base", "--gpus", "8", "--gpu", "mine", "--gpu-memory-gib", "80", "--gpu-tflops", "-1"),
     )
     for arguments in mistakes:
         done = _plan(root, *arguments)
-        assert done.returncode == 2
+        assert done.returncode == 2, (arguments, done.stderr)
         assert done.stdout == ""
         assert done.stderr.startswith("error: ")
         assert done.stderr.count("\n") == 1

@@ -6,11 +6,13 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from egmla_megatron.config.check import check_config
 from egmla_megatron.config.load import dump_yaml, load_config
 from egmla_megatron.errors import UserError
 from egmla_megatron.report.plots import _running_mean
@@ -69,10 +71,63 @@ def test_prediction_and_html(tmp_path: Path) -> None:
     records[-1 - len(records) // 2 : -1] = []
     text = write_report(_run(tmp_path / "a run", records)).read_text()
     peak = max(record["peak_memory_mib"] for record in records if record["kind"] == "step")
-    assert f"| measured | {peak:,.0f} |" in text and f"| error | {860 / peak - 1:+.1%} |" in text
+    assert f"| memory of the worst rank (MiB) | 860 | {peak:,.0f} | {860 / peak - 1:+.1%} |" in text
+    assert "| activations | 460 |" in text and "tokens/s, all ranks | 8" in text and "step time (ms)" not in text
     page = (tmp_path / "a run" / "report.html").read_text()
     assert page.count("data:image/png;base64,") == 2 and ".png" not in page.replace("image/png", "")
-    assert "<td>measured</td>" in page or ">measured</td>" in page
+    assert ">memory of the worst rank (MiB)</td>" in page
+
+
+_PARTS = {"time_data_s": 0.01, "time_forward_backward_s": 0.3, "time_optimizer_s": 0.1, "time_exchange_s": None}
+
+
+def _on_gpus(folder: Path) -> Path:
+    """A run of Base on two H200, two ranks, whose log has everything that a trainer can write."""
+    settings = ["train.global_batch_size=16", "parallel.gate_group=2", "train.cuda_graph=true", "run.name=demo"]
+    cfg = load_config("pretrain_base", settings)
+    layout = asdict(check_config(cfg, 2))
+    start = _start(0, None) | {"device": "NVIDIA H200", "implementation": "te", "kernels": "triton", "layout": layout}
+    records = [start | {"predicted_memory_mib": {"weights": 800.0, "total": 800.0}}]
+    for step in range(1, 41):
+        straggler = {"slowest_rank": int(step % 4 == 0), "slowest_node": "node7", "slowest_rank_busy_s": 0.44}
+        extra = (
+            _PARTS | straggler | {"fastest_rank_busy_s": 0.4, "reserved_memory_mib": 990.0, "unique_id_fraction": 0.2}
+        )
+        extra |= {"time_gradient_sync_s": 0.05 if step % 2 else None, "mfu": 0.3, "tokens_per_second": 500_000.0}
+        records.append(_step(step, 9.0 - step / 10, **extra))
+    records.append({"kind": "eval", "step": 40, "val_loss": 6.0, "val_ppl": 403.4, "tokens": 9, "seconds": 2.0})
+    end = {"kind": "end", "step": 40, "training_s": 18.5, "warmup_s": 1.5, "evaluation_s": 2.0, "checkpoint_s": 3.0}
+    run = _run(folder, [*records, end])
+    (run / "config.yaml").write_text(dump_yaml(cfg))
+    return run
+
+
+def test_all_that_a_trainer_can_measure(tmp_path: Path) -> None:
+    run = _on_gpus(tmp_path / "run")
+    text = write_report(run).read_text()
+    rows = {line.split(" | ")[0].strip("| "): line.strip("| ").split(" | ")[1:] for line in text.splitlines()}
+    assert rows["forward and backward"] == ["300.00", "300.00", "300.00", "60.0%", "37"]
+    assert rows["gradient reduction"][0] == "0.00" and rows["gradient reduction"][3] == "4.9%"  # every other step
+    assert rows["rest"][0] == "90.00" and "exchange of gate embeddings" not in rows
+    assert rows["reserved by torch's allocator (MiB)"] == ["990"]
+    assert (rows["0"], rows["1"]) == (["node7", "73%", "+10.0%"], ["node7", "27%", "+10.0%"])
+    assert rows["steps that count"] == ["18.5", "74.0%"] and rows["evaluations"] == ["2.0", "8.0%"]
+    assert rows["sum"][0] == "25.0"
+    planned, measured, error = rows["tokens/s, all ranks"]  # the last table with such a row
+    rate = float(planned.replace(",", ""))
+    assert measured == "500,000" and error == f"{rate / 500_000 - 1:+.1%}" and 400_000 < rate < 700_000
+    assert rows["MFU (%)"][1] == "30.0" and rows["distinct ids of a micro-batch (%)"] == ["21.0", "20.0", "+5.0%"]
+    assert (run / "step_time.png").stat().st_size > 10_000 and "](step_time.png)" in text
+    assert (run / "report.html").read_text().count("data:image/png;base64,") == 3
+
+
+def test_time_of_a_run_that_never_said_how_it_ended(tmp_path: Path) -> None:
+    records = [_start(0, None), *(_step(step, 5.0) for step in range(1, 11)), _eval(10, 4.0) | {"seconds": 1.5}]
+    records.append({"kind": "checkpoint", "step": 10, "seconds": 0.5, "path": "x"})
+    text = write_report(_run(tmp_path, records)).read_text()
+    assert "| steps that count | 3.5 | 50.0% |" in text and "| warm-up steps | 1.5 | 21.4% |" in text
+    assert "| evaluations | 1.5 |" in text and "in the background) | 0.5 |" in text
+    assert "part of a step" not in text and not (tmp_path / "step_time.png").exists()
 
 
 def test_losses_of_other_tokens_are_not_compared(tmp_path: Path) -> None:

@@ -1,0 +1,199 @@
+"""How long a step takes, estimated from the configuration, the card and the links, and what it waits for.
+
+A step is what its slowest resource needs: arithmetic and memory traffic of the device one after the other, or the host
+that launches the kernels where that is slower, then what of the network nothing hides. The constants below are fitted
+to the project's own measurements on H100 and H200 (tools/records); `tests/unit/test_step_time.py` compares the
+estimates with all of them. Hosts differ between machines by a third, and so do estimates of host-bound steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from egmla_megatron.config.check import Layout
+from egmla_megatron.config.schema import RunConfig
+from egmla_megatron.model.count import flops_per_token
+from egmla_megatron.report.cards import Card, Cluster
+from egmla_megatron.report.memory import layer_activations, parameters_of_rank, unique_fraction
+from egmla_megatron.report.traffic import Collective, collectives_of_step
+
+__all__ = ["StepTime", "estimate_step", "link_seconds", "missing_for_estimate"]
+
+# GEMMs reach MOST_OF_PEAK * h / (h + HALF) of the peak for hidden size h. Fitted, with the constants after it, to steps
+# as CUDA graphs and to 1.2B with torch layers, where the device is slower than the host (all files of tools/records).
+MOST_OF_PEAK, HALF = 0.95, 500
+COPY_EFFICIENCY = 0.87  # a copy reaches 4157 of 4800 GB/s (kernels_and_graphs.json)
+PASSES = 6.0  # times that a byte saved for backward goes through memory
+OPTIMIZER_BYTES = 50.0  # read and written for a parameter: sums, norm, clipping, Adam, the weight
+# kernels too small for any bandwidth, ms of a layer and micro-batch: all others; heads and RoPE, and gate, norm and sum
+# by row, where our kernels do not compute them
+SMALL_KERNELS_MS, HEADS_MS, GATE_MS = 0.35, 0.45, 0.25
+OPTIMIZER_HOST_MS = 5.3  # of a step: 29.0 ms where the GPU computes for 23.7 (kernels_and_graphs.json)
+
+# The host without a CUDA graph: ms of a layer and micro-batch (forward and backward), and of a step beyond that; fitted
+# to all steps that were launched by the host.
+HOST_LAYER_MS = {"te": 8.0, "torch": 4.5}
+HOST_TENSOR_MS, HOST_SEQUENCE_MS = 4.7, 1.2  # more under tensor and sequence parallelism
+HOST_STEP_MS = 40.0
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one optimizer step of the pipeline stage that takes longest."""
+
+    matrix_s: float  # GEMMs and attention
+    memory_s: float  # reading and writing activations, weights, optimizer states
+    small_kernels_s: float  # that take longer to start than to run
+    host_s: float  # launching all of it
+    network_s: float  # all collectives, hidden or not
+    network_exposed_s: float  # those that nothing hides
+    bubble_s: float  # a pipeline stage without work
+    step_s: float
+    limited_by: str
+
+    @property
+    def device_s(self) -> float:
+        """What the device computes."""
+        return self.matrix_s + self.memory_s + self.small_kernels_s
+
+
+def link_seconds(each: Collective, cluster: Cluster) -> float:
+    """Time of a collective: within a node over the GPU's own link, else the node's link that its GPUs share."""
+    node = cluster.gpus_per_node
+    if each.ranks * each.stride <= node:
+        return each.sent_bytes / (cluster.gpu_gb_per_s * 1e9)
+    local = max(1, min(each.ranks, node // each.stride))  # ranks of the group in a node
+    if each.kind == "all_to_all":
+        leaving = node * each.sent_bytes * (each.ranks - local) / (each.ranks - 1)
+    else:
+        leaving = each.sent_bytes * node / local  # a ring leaves the node once
+    between = leaving / (cluster.node_gb_per_s * 1e9)
+    return max(between, each.sent_bytes / (cluster.gpu_gb_per_s * 1e9) if local > 1 else 0.0)
+
+
+def missing_for_estimate(cfg: RunConfig, layout: Layout, card: Card, cluster: Cluster) -> str | None:
+    """What an estimate lacks, as something to do; None: nothing."""
+    if cfg.train.precision != "bf16":
+        return "bf16 only was measured"
+    if not card.memory_gb_per_s:
+        return "give --gpu-memory-gb-per-s"
+    if layout.world_size > 1 and cluster.gpus_per_node > 1 and not cluster.gpu_gb_per_s:
+        return "give --nvlink-gb-per-s"
+    if layout.world_size > cluster.gpus_per_node and not cluster.node_gb_per_s:
+        return "give --link-gb-per-s"
+    return None
+
+
+def estimate_step(cfg: RunConfig, layout: Layout, card: Card, cluster: Cluster, *, te: bool, triton: bool) -> StepTime:
+    """Of the slowest stage.
+
+    Raises:
+        ValueError: `missing_for_estimate` names something.
+    """
+    missing = missing_for_estimate(cfg, layout, card, cluster)
+    if missing:
+        raise ValueError(missing)
+    stages = [_of_stage(cfg, layout, stage, card, cluster, te=te, triton=triton) for stage in range(layout.pp)]
+    return max(stages, key=lambda found: found.step_s)
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """Seconds of one micro-batch's forward and backward on a stage."""
+
+    matrix: float
+    memory: float
+    small: float
+    host: float
+
+    @property
+    def device(self) -> float:
+        return self.matrix + self.memory + self.small
+
+
+def _of_stage(
+    cfg: RunConfig, layout: Layout, stage: int, card: Card, cluster: Cluster, *, te: bool, triton: bool
+) -> StepTime:
+    one = _pass(cfg, layout, stage, card, te=te, triton=triton)
+    count = layout.num_microbatches
+    graph = cfg.train.cuda_graph
+    busy = one.device if graph else max(one.device, one.host)
+    collectives = collectives_of_step(cfg, layout, stage)
+    times = [(each, link_seconds(each, cluster)) for each in collectives]
+    hidden = _hidden(cfg, times, busy)
+    network = sum(seconds for _, seconds in times)
+    exposed = network - hidden
+    bubble = (layout.pp - 1) / layout.vp * busy
+    optimizer = _optimizer_bytes(cfg, layout, stage) / (card.memory_gb_per_s * COPY_EFFICIENCY * 1e9)
+    rest = (OPTIMIZER_HOST_MS if graph else HOST_STEP_MS) / 1e3
+    host = rest if graph else count * one.host + rest
+    matrix, memory, small = count * one.matrix, count * one.memory + optimizer, count * one.small
+    step = count * busy + bubble + exposed + optimizer + rest
+    needs = {"network": exposed, "pipeline bubble": bubble}
+    if not graph and one.host > one.device:
+        needs["host launches"] = host
+    else:
+        needs |= {"matrix arithmetic": matrix, "memory traffic": memory, "small kernels": small}
+    limit = max(needs, key=lambda name: needs[name])
+    return StepTime(matrix, memory, small, host, network, exposed, bubble, step, limit)
+
+
+def _pass(cfg: RunConfig, layout: Layout, stage: int, card: Card, *, te: bool, triton: bool) -> _Pass:
+    tokens = cfg.train.micro_batch_size * cfg.train.seq_length // layout.cp
+    layers, last = layout.layers_per_stage, stage == layout.pp - 1
+    hidden = cfg.model.hidden_size
+    peak = card.bf16_tflops * 1e12 * MOST_OF_PEAK * hidden / (hidden + HALF)
+    bandwidth = card.memory_gb_per_s * COPY_EFFICIENCY * 1e9
+    saved = layer_activations(cfg, layout, te=te, triton=triton) * layers
+    logits = (2 if te else 3) * tokens * cfg.model.vocab_size // layout.tp * 2 if last else 0
+    again = {"none": 1.0, "selective": 1.1, "full": 4 / 3}[cfg.train.recompute]
+    fused_gate = triton and cfg.parallel.unique_ids and layout.tp == 1
+    small = SMALL_KERNELS_MS + (0.0 if triton else HEADS_MS)
+    small += GATE_MS if cfg.model.gated and not fused_gate else 0.0
+    host = HOST_LAYER_MS["te" if te else "torch"]
+    host += HOST_TENSOR_MS * (layout.tp > 1) + HOST_SEQUENCE_MS * cfg.parallel.sequence
+    return _Pass(
+        matrix=tokens * _flops(cfg, layout, tokens, last=last) / peak,
+        memory=PASSES * (saved * again + logits) / bandwidth,
+        small=small * layers * again / 1e3,
+        host=host * layers * again / 1e3,
+    )
+
+
+def _flops(cfg: RunConfig, layout: Layout, tokens: int, *, last: bool) -> float:
+    """Really computed for a token on a rank of the stage: distinct ids once, recomputation counted."""
+    parts: dict[str, float] = dict(flops_per_token(cfg.model, cfg.train.seq_length).by_part)
+    head = parts.pop("output_head")
+    if cfg.parallel.unique_ids and "gate_projection" in parts:
+        parts["gate_projection"] *= unique_fraction(tokens)
+    repeated = 0.0
+    if cfg.train.recompute == "full":
+        repeated = sum(parts.values())
+    elif cfg.train.recompute == "selective":
+        names = ("q_projection", "kv_down_projection", "kv_up_projection", "gate_projection")
+        repeated = sum(parts.get(name, 0.0) for name in names)
+        if cfg.model.attention == "mha":
+            repeated = parts["attention_scores"]
+    return ((3 * sum(parts.values()) + repeated) / layout.pp + 3 * head * last) / layout.tp
+
+
+def _optimizer_bytes(cfg: RunConfig, layout: Layout, stage: int) -> float:
+    dense, tables = parameters_of_rank(cfg, layout, stage)
+    if cfg.optimizer.distributed:
+        return OPTIMIZER_BYTES * (dense / (layout.dp * layout.cp) + tables / layout.gate_data_parallel)
+    return OPTIMIZER_BYTES * (dense + tables)
+
+
+def _hidden(cfg: RunConfig, times: list[tuple[Collective, float]], busy: float) -> float:
+    """Seconds of the network behind forward (a third of a pass) and backward of one micro-batch.
+
+    A step's gradients are complete in its last micro-batch only, those of the tables when its backward ends.
+    """
+    found = 0.0
+    if cfg.parallel.overlap_grad_reduce:
+        dense = sum(seconds for each, seconds in times if each.purpose == "dense gradients")
+        found += min(dense, busy * 2 / 3)
+    if cfg.parallel.overlap_param_gather:
+        weights = sum(seconds for each, seconds in times if each.purpose.endswith("weights"))
+        found += min(weights, busy / 3)
+    return found

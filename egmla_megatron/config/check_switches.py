@@ -63,7 +63,7 @@ def _check_fp8(cfg: RunConfig) -> None:
     }
     for name, size in sides.items():
         if size % 16:
-            refuse(f"train.fp8={cfg.train.fp8}: {name}", size, "multiples of 16", "change it or set train.fp8=none")
+            refuse(f"train.fp8={cfg.train.fp8}: {name}", size, "multiples of 16", "set train.fp8=none or change it")
 
 
 def check_switches(cfg: RunConfig) -> None:

@@ -1,4 +1,4 @@
-"""Where metrics go: console, JSON lines, TensorBoard, wandb. The same names everywhere, units in the names."""
+"""Where metrics go: console, JSON lines, TensorBoard, wandb. The same names everywhere, those of train/events.py."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from egmla_megatron.config.schema import RunConfig
 
 __all__ = ["Sinks", "format_duration", "open_sinks"]
 
+_STANDS_OUT = 1.2  # the slowest rank's work in a step / the fastest one's, from which the console names it
+
 
 class Sink(Protocol):
-    """Takes one event: `kind` is start, step, eval, checkpoint or end."""
+    """Takes one event: its kind, and values by name, as train/events.py lists them."""
 
     def write(self, kind: str, event: Mapping[str, Any]) -> None:
         """Record the event."""
@@ -38,6 +40,16 @@ def _ranks(layout: Mapping[str, Any]) -> str:
     chunks = f" x {layout['vp']} chunks" if layout["vp"] > 1 else ""
     context = f" CP {layout['cp']}" if layout["cp"] > 1 else ""
     return f"TP {layout['tp']} PP {layout['pp']}{chunks}{context} DP {layout['dp']} gate group {layout['gate_group']}"
+
+
+def _straggler(e: Mapping[str, Any]) -> str:
+    """Who it is, where it stands out."""
+    slow, fast = e["slowest_rank_busy_s"], e["fastest_rank_busy_s"]
+    if slow is None or slow <= _STANDS_OUT * fast:
+        return ""
+    return (
+        f"  slowest_rank {e['slowest_rank']} on {e['slowest_node']}, busy {slow * 1e3:.0f} ms, fastest {fast * 1e3:.0f}"
+    )
 
 
 class Console:
@@ -67,8 +79,10 @@ class Console:
         mfu = f"  mfu {100 * e['mfu']:5.1f}%" if e["mfu"] is not None else ""
         return (
             f"step {e['step']:>7}/{e['total_steps']}  loss {e['loss']:8.5f}  grad_norm {e['grad_norm']:8.4f}  "
-            f"lr {e['lr']:.3e}  {e['step_time_s'] * 1e3:8.1f} ms  {e['tokens_per_second']:>9,.0f} tokens/s{mfu}  "
-            f"{e['peak_memory_mib']:>7,.0f} MiB  eta {format_duration(e['eta_s'])}"
+            f"lr {e['lr']:.3e}  step_time {e['step_time_s'] * 1e3:8.1f} ms  "
+            f"tokens_per_second {e['tokens_per_second']:>9,.0f}{mfu}  "
+            f"peak_memory {e['peak_memory_mib']:>7,.0f} MiB  eta {format_duration(e['eta_s'])}"
+            + _straggler(e)
             + ("" if not e["skipped"] else "  SKIPPED: not finite")
         )
 
@@ -81,9 +95,19 @@ class Console:
         return f"saved    {e['path']}  {e['seconds']:.1f} s"
 
     @staticmethod
+    def _profile(e: Mapping[str, Any]) -> str:
+        return f"profiled {e['path']}"
+
+    @staticmethod
     def _end(e: Mapping[str, Any]) -> str:
         rate = e["tokens_per_second"]
-        return f"end      step {e['step']}: {e['reason']}" + (f"; {rate:,.0f} tokens/s" if rate else "")
+        phases = ("training", "warmup", "evaluation", "checkpoint", "profile", "total")
+        return (
+            f"end      step {e['step']}: {e['reason']}"
+            + (f"; tokens_per_second {rate:,.0f}" if rate else "")
+            + "; "
+            + ", ".join(f"{name} {e[f'{name}_s']:.1f} s" for name in phases if e[f"{name}_s"])
+        )
 
 
 class JsonLines:

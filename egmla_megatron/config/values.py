@@ -20,8 +20,8 @@ _SCIENTIFIC = re.compile(r"\d+(\.\d+)?[eE]\+?\d+")
 def convert(value: Any, hint: Any) -> Any:
     """Reads `value` (a text from YAML or the command line, or a plain Python value) as `hint`.
 
-    `hint` is int, float, bool, str, a Literal of strings, tuple[str, ...] or tuple[int, ...]. Raises ValueError whose text
-    says what is allowed.
+    `hint` is int, float, bool, str, a Literal of strings, tuple[str, ...] or tuple[int, ...]. Raises ValueError whose
+    text says what is allowed.
     """
     if get_origin(hint) is Literal:
         return _literal(value, get_args(hint))

@@ -1,14 +1,15 @@
 """The events of a run and the names in them: the same on the console, in metrics.jsonl, TensorBoard and wandb.
 
-A name ends in its unit: `_s` seconds, `_mib` MiB (2**20 bytes), `_per_second`, `_rank` a rank's number. Names without one are
-counts, or have the unit said here. The console shows the main ones, with the unit behind the value. TensorBoard and wandb take the numbers of `step` and `eval`; a value that is not known is
-null in metrics.jsonl and left out there. Besides, every line of metrics.jsonl has `kind` and `unix_time_s`.
+A name ends in its unit: `_s` seconds, `_mib` MiB (2**20 bytes), `_per_second`, `_rank` a rank's number. Names without
+one are counts, or have the unit said here. The console shows the main ones, with the unit behind the value. TensorBoard
+and wandb take the numbers of `step` and `eval`. A value that is not known is null in metrics.jsonl and left out there;
+besides, every line of metrics.jsonl has `kind` and `unix_time_s`.
 
-The `time_*_s` of a step are rank 0's and add up to its work on the device (train/step_times.py says from where to where);
-`step_time_s` is the host's time around all of it. The slowest rank is the one that was busy for longest with data, forward and
-backward, on average over the steps since the last line (so of the steps before this one: a rank speaks when its step
-begins). Waiting for other ranks is no work, except within tensor- and context-parallel groups, whose ranks lie in one node
-as a rule. With `train.cuda_graph` only loading is known of a rank.
+The `time_*_s` of a step are rank 0's and add up to its work on the device (train/step_times.py says from where to
+where); `step_time_s` is the host's time around all of it. The slowest rank is the one that was busy for longest with
+data, forward and backward, on average over the steps since the last line (so of the steps before this one: a rank
+speaks when its step begins). Waiting for other ranks is no work, except within tensor- and context-parallel groups,
+which lie in one node as a rule. With `train.cuda_graph` only a rank's loading is known.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ clock. Nothing here waits for the device.
 | data | the schedule asks for a micro-batch ... it is there; loading behind queued device work costs nothing |
 | exchange | for which the layers waited for gate embeddings or their gradients (what overlaps is not counted) |
 | gradient_sync | the last backward is done ... gradients are reduced and scaled: what did not overlap with backward |
-| forward_backward | zeroing the gradients ... the last backward, less the parts above; waits for pipeline stages are in it |
+| forward_backward | zeroing gradients ... the last backward, less the parts above; with waits for pipeline stages |
 | optimizer | mean of the loss, gradient norm, clipping, update, gathering of updated parameters |
 
 They add up to the step on the device. Waiting for a slower rank counts where it happens, in a collective. Inside a CUDA

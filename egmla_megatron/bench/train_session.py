@@ -136,7 +136,7 @@ def _row(bench: TrainBench, variant: TrainVariant, rounds: list[list[Measurement
         "tflops_per_second_per_rank": round(flops / 1e12, 4),
         "mfu": round(flops / peak, 4) if peak else None,
         "peak_mib": max(rank.peak_mib or 0.0 for ranks in rounds for rank in ranks) if cuda else None,
-        "peak_rss_mib": max((rank.peak_rss_mib or 0.0 for ranks in rounds for rank in ranks)) or None,
+        "peak_rss_mib": max(rank.peak_rss_mib or 0.0 for ranks in rounds for rank in ranks) or None,
         "predicted_mib": planned / 2**20 if cuda else None,
         "loss_first": last.losses[0],
         "loss_last": last.losses[-1],

@@ -68,12 +68,12 @@ def _steps(cfg: RunConfig, world: World, dataset: Any, sinks: Sinks | None) -> _
     batches = micro_batches(cfg, world, dataset)
     graph = graphed_passes(cfg, world, model)
     reporter = None if sinks is None else StepReporter(cfg, world, model, sinks)
-    times = None
+    times, meanwhile = None, None
     if reporter is not None:
-        batches, times = reporter.watch(batches), reporter.times
+        batches, times, meanwhile = reporter.watch(batches), reporter.times, reporter.meanwhile
 
     def step() -> StepResult:
-        return train_step(cfg, world, model, optimizer, batches, graph, times)
+        return train_step(cfg, world, model, optimizer, batches, graph, times, meanwhile)
 
     return _Steps(
         step=(lambda: step().loss) if reporter is None else _reported(reporter, step, cfg.optimizer.lr),

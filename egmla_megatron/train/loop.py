@@ -80,9 +80,17 @@ class Trainer:
         profiled = self.profiler.covers(step)
         with self.phases.of("profile"):
             self.profiler.begin(step)
-        self.reporter.begin(signal=self.stop.received, save_now=self._minutes_are_up())
-        times = self.reporter.times
-        result = train_step(self.cfg, self.world, run.model, run.optimizer, batches, self.graph, times)
+        self.reporter.begin()
+        result = train_step(
+            self.cfg,
+            self.world,
+            run.model,
+            run.optimizer,
+            batches,
+            self.graph,
+            self.reporter.times,
+            lambda: self.reporter.meanwhile(signal=self.stop.received, save_now=self._minutes_are_up()),
+        )
         lr = self._learning_rate()
         run.schedule.step(1)
         self.watch.step = self.step = step

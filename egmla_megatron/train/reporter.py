@@ -19,7 +19,8 @@ __all__ = ["StepReporter"]
 
 
 class StepReporter:
-    """Around every step: `begin`, the step with `times`, `end`. Called by every rank; rank 0 has sinks.
+    """Around every step: `begin`, the step with `times` and `meanwhile` in it, `end`. Called by every rank; rank 0 has
+    sinks.
 
     Args:
         model: the DDP-wrapped chunks.
@@ -41,9 +42,13 @@ class StepReporter:
         seen = self._seen.watch(batches)
         return seen if self.times is None else self.times.watch(seen)
 
-    def begin(self, *, signal: int = 0, save_now: bool = False) -> None:
-        """Before the step; what this rank asks of the others travels beside it."""
+    def begin(self) -> None:
+        """Before the step."""
         self._started = time.perf_counter()
+
+    def meanwhile(self, *, signal: int = 0, save_now: bool = False) -> None:
+        """While the device works on the step: what this rank asks of the others sets out, slow sinks get their
+        events."""
         self._agreement = StepAgreement(
             self.world.control,
             self.world.rank,
@@ -52,6 +57,7 @@ class StepReporter:
             memory=memory_of(self.world.device),
             busy_s=self._busy.value(),
         )
+        self.sinks.flush()
 
     def end(self, step: int, result: StepResult, lr: float, *, profiled: bool = False) -> Agreed:
         """After step number `step` (from 1); waits for the agreement, writes the step where it is due.

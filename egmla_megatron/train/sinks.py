@@ -7,7 +7,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -138,18 +138,20 @@ def _scalars(event: Mapping[str, Any]) -> dict[str, float]:
 
 
 class TensorBoard:
-    """RUN_DIR/tensorboard."""
+    """RUN_DIR/tensorboard. One record an event: a call of add_scalar for every name would cost a step milliseconds."""
 
     def __init__(self, path: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from torch.utils.tensorboard.writer import FileWriter
 
-        self.writer: Any = SummaryWriter(str(path))
+        self.summary: Any = Summary
+        self.writer: Any = FileWriter(str(path))
 
     def write(self, kind: str, event: Mapping[str, Any]) -> None:
         """Record steps and evaluations."""
         if kind in ("step", "eval"):
-            for name, value in _scalars(event).items():
-                self.writer.add_scalar(name, value, event["step"])
+            values = [self.summary.Value(tag=name, simple_value=value) for name, value in _scalars(event).items()]
+            self.writer.add_summary(self.summary(value=values), event["step"])
 
     def close(self) -> None:
         """Flush."""
@@ -192,26 +194,43 @@ class Sinks:
 
     A sink that fails (disk full, no network, a closed terminal) is named once and tried again with the next event:
     logging must not cost a training run.
+
+    Args:
+        sinks: take every event at once.
+        slow: take it with the next `flush`, which is called when the host has nothing better to do.
     """
 
-    def __init__(self, sinks: list[Sink]) -> None:
-        self.sinks = sinks
+    def __init__(self, sinks: Sequence[Sink], slow: Sequence[Sink] = ()) -> None:
+        self.sinks, self.slow = sinks, slow
+        self.waiting: list[tuple[str, Mapping[str, Any]]] = []
         self.warned: set[str] = set()
 
     def write(self, kind: str, event: Mapping[str, Any]) -> None:
         """Send one event to every sink."""
-        for sink in self.sinks:
-            try:
-                sink.write(kind, event)
-            except Exception as error:  # wandb and TensorBoard raise many kinds
-                self._warn(sink, error)
+        self._send(self.sinks, kind, event)
+        if self.slow:
+            self.waiting.append((kind, event))
+
+    def flush(self) -> None:
+        """Send what the slow sinks have not seen."""
+        waiting, self.waiting = self.waiting, []
+        for kind, event in waiting:
+            self._send(self.slow, kind, event)
 
     def close(self) -> None:
-        """Close every sink."""
-        for sink in self.sinks:
+        """Flush and close every sink."""
+        self.flush()
+        for sink in (*self.sinks, *self.slow):
             try:
                 sink.close()
             except Exception as error:
+                self._warn(sink, error)
+
+    def _send(self, sinks: Sequence[Sink], kind: str, event: Mapping[str, Any]) -> None:
+        for sink in sinks:
+            try:
+                sink.write(kind, event)
+            except Exception as error:  # wandb and TensorBoard raise many kinds
                 self._warn(sink, error)
 
     def _warn(self, sink: Sink, error: Exception) -> None:
@@ -228,12 +247,12 @@ def open_sinks(cfg: RunConfig, *, is_first: bool) -> Sinks:
     if not is_first:
         return Sinks([])
     folder = Path(cfg.run.dir)
-    sinks: list[Sink] = [Console(), JsonLines(folder / "metrics.jsonl")]
+    slow: list[Sink] = []
     if cfg.logging.tensorboard:
-        sinks.append(TensorBoard(folder / "tensorboard"))
+        slow.append(TensorBoard(folder / "tensorboard"))
     if cfg.logging.wandb != "disabled":
         try:
-            sinks.append(Wandb(cfg))
+            slow.append(Wandb(cfg))
         except Exception as error:  # wandb raises many kinds; logging must not cost a training run
             print(f"warning: wandb is not recording: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-    return Sinks(sinks)
+    return Sinks([Console(), JsonLines(folder / "metrics.jsonl")], slow)

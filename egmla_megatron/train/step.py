@@ -136,6 +136,7 @@ def train_step(
     batches: Iterator[Batch],
     graph: GraphedPasses | None = None,
     times: StepTimes | None = None,
+    meanwhile: Callable[[], None] | None = None,
 ) -> StepResult:
     """Forward and backward over the global batch, then the optimizer. The host waits for the device only at the end,
     for the norm and the loss.
@@ -145,6 +146,7 @@ def train_step(
         batches: this rank's micro-batches.
         graph: of this run (`graphed_passes`); None: every operation is launched by the host.
         times: of this run; measures the step and can be read when it has returned.
+        meanwhile: called once all passes are launched, when the host would only wait for the device.
     """
     with times.step() if times is not None else nullcontext():
         for chunk in model:
@@ -157,6 +159,8 @@ def train_step(
         if times is not None:
             times.passes_done()
         loss = _mean_loss(outputs, world)
+        if meanwhile is not None:
+            meanwhile()
         norm, applied = _apply(optimizer, cfg.optimizer.clip_grad)
     return StepResult(float(loss), norm, applied)
 

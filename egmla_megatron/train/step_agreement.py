@@ -54,7 +54,7 @@ class Mean:
 
 
 class StepAgreement:
-    """The maximum over ranks of what each says when its step begins; `result` waits for it when the step is over.
+    """The maximum over ranks of what each says during its step; `result` waits for it when the step is over.
 
     Args:
         group: of all ranks, on the host.
@@ -72,7 +72,7 @@ class StepAgreement:
         self.work = dist.all_reduce(self.values, op=dist.ReduceOp.MAX, group=group, async_op=True)
 
     def result(self) -> Agreed:
-        """Waits for the slowest rank to have begun its step."""
+        """Waits for the last rank to have spoken."""
         assert self.work is not None
         self.work.wait()
         signal, save_now, fastest, *named = self.values.tolist()

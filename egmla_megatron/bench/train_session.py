@@ -61,7 +61,7 @@ def run_train_bench(bench: TrainBench, command: Sequence[str]) -> int:
     if world.is_first:
         rows = [_row(bench, variant, rounds, world) for variant, rounds in found.items()]
         for row in rows:
-            row["speed_to_first"] = round(row["tokens_per_second"] / rows[0]["tokens_per_second"], 5)
+            row["speed_to_first"] = _digits(row["tokens_per_second"] / rows[0]["tokens_per_second"])
         result = {
             "hardware": hardware(world.device),
             "software": software(),
@@ -132,15 +132,20 @@ def _row(bench: TrainBench, variant: TrainVariant, rounds: list[list[Measurement
         "step_ms_p10": round(percentile(times, 0.1), 3),
         "step_ms_p90": round(percentile(times, 0.9), 3),
         "n": len(times),
-        "tokens_per_second": round(tokens / (median / 1e3), 1),
-        "tflops_per_second_per_rank": round(flops / 1e12, 4),
-        "mfu": round(flops / peak, 4) if peak else None,
+        "tokens_per_second": _digits(tokens / (median / 1e3)),
+        "tflops_per_second_per_rank": _digits(flops / 1e12),
+        "mfu": _digits(flops / peak) if peak else None,
         "peak_mib": max(rank.peak_mib or 0.0 for ranks in rounds for rank in ranks) if cuda else None,
         "peak_rss_mib": max(rank.peak_rss_mib or 0.0 for ranks in rounds for rank in ranks) or None,
         "predicted_mib": planned / 2**20 if cuda else None,
         "loss_first": last.losses[0],
         "loss_last": last.losses[-1],
     }
+
+
+def _digits(value: float) -> float:
+    """Six of them: a small model on a busy machine has small rates."""
+    return float(f"{value:.6g}")
 
 
 def _table(rows: list[dict[str, Any]]) -> str:

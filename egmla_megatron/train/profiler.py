@@ -68,7 +68,7 @@ class StepProfiler:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that the first step of a start has no warm-up before it
             plan = schedule(wait=0, warmup=self.warmup, active=self.last - self.first + 1, repeat=1)
-        profiler = profile(activities=activities, schedule=plan, on_trace_ready=self._write)
+        profiler = profile(activities=activities, schedule=plan, on_trace_ready=self._write, acc_events=True)
         profiler.start()
         return profiler
 

@@ -8,8 +8,9 @@ besides, every line of metrics.jsonl has `kind` and `unix_time_s`.
 The `time_*_s` of a step are rank 0's and add up to its work on the device (train/step_times.py says from where to
 where); `step_time_s` is the host's time around all of it. The slowest rank is the one that was busy for longest with
 data, forward and backward, on average over the steps since the last line (so of steps before this one: a rank speaks
-while it works). Waiting for other ranks is no work, except within tensor- and context-parallel groups,
-which lie in one node as a rule. With `train.cuda_graph` only a rank's loading is known.
+while it works). Waiting for other ranks is no work, except for those of its tensor- and context-parallel groups, which
+lie in one node as a rule, and for parameters (parallel.overlap_param_gather). With `train.cuda_graph` only a rank's
+loading is known.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,9 +64,7 @@ class StepProfiler:
 
     def _start(self) -> Any:
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.cuda else [])]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that the first step of a start has no warm-up before it
-            plan = schedule(wait=0, warmup=self.warmup, active=self.last - self.first + 1, repeat=1)
+        plan = schedule(wait=0, warmup=self.warmup, active=self.last - self.first + 1, repeat=1)
         profiler = profile(activities=activities, schedule=plan, on_trace_ready=self._write, acc_events=True)
         profiler.start()
         return profiler

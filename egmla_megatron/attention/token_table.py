@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
@@ -14,6 +13,7 @@ from torch.distributed import ProcessGroup
 from egmla_megatron.attention.exchange import EXCHANGES, select_rows
 from egmla_megatron.attention.exchange_probe import waiting
 from egmla_megatron.attention.gate_ids import GateIds
+from egmla_megatron.attention.table_lookup import look_up
 
 __all__ = ["GateTable", "take_layer"]
 
@@ -68,8 +68,7 @@ class GateTable(MegatronModule):
         With W > 1 on a GPU the exchange runs on `self.stream`, in backward too, so that it overlaps with the embedding
         and the first layer; who reads the result waits for that stream before (`wait`).
         """
-        vocab, layers, columns = self.weight.shape
-        rows_RLC = F.embedding(ids.lookup_R, self.weight.view(vocab, layers * columns)).view(-1, layers, columns)
+        rows_RLC = look_up(self.weight, ids.lookup_R, self._distinct_blocks(ids))
         if self.group.size() == 1:
             return rows_RLC
         if self.stream is None:
@@ -84,6 +83,12 @@ class GateTable(MegatronModule):
         if ids.own_U is not None:
             ids.own_U.record_stream(self.stream)
         return rows_ULD
+
+    def _distinct_blocks(self, ids: GateIds) -> int:
+        """Of `look_up`: an all-to-all looks up one member's distinct ids after the other's."""
+        if ids.row_map is None:
+            return 0
+        return self.group.size() if ids.own_U is None and self.config.gate_exchange == "all_to_all" else 1
 
     def _exchange(self, rows_RLC: Tensor, own_U: Tensor | None, stream: torch.cuda.Stream | None) -> Tensor:
         exchange = EXCHANGES[self.config.gate_exchange]

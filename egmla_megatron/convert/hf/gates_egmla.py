@@ -66,8 +66,8 @@ class EgmlaGateFetch:
         with torch.cuda.stream(self.stream):
             return rows_IU.to(self.device, non_blocking=True)
 
-    def take(self, layer: int) -> torch.Tensor:
-        """Gates [B, T, U] of a layer; layers in order, each once. Starts the next layer's copy."""
+    def take(self, layer: int, device: torch.device) -> torch.Tensor:
+        """Gates [B, T, U] of a layer on its device; layers in order, each once. Starts the next layer's copy."""
         rows_IU = self.next_IU
         if rows_IU is None:
             raise RuntimeError(f"gates of layer {layer} were asked for behind the last layer's")
@@ -76,4 +76,5 @@ class EgmlaGateFetch:
             here.wait_stream(self.stream)
             rows_IU.record_stream(here)
         self.next_IU = self._start(layer + 1)
-        return functional.embedding(self.place_BT, rows_IU)
+        # layers may be spread over devices
+        return functional.embedding(self.place_BT.to(device), rows_IU.to(device))

@@ -110,7 +110,7 @@ class EgmlaAttention(nn.Module):
     def gates(self, ids_BT, fetch):
         """Gates [B, T, U] of tokens: computed, looked up, or fetched from host memory."""
         if fetch is not None:
-            return fetch.take(self.layer_idx)
+            return fetch.take(self.layer_idx, ids_BT.device)
         if self.finished_gates is not None:
             return self.finished_gates(ids_BT)
         return self.gate_proj(self.gate_embed(ids_BT))

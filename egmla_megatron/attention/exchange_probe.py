@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-__all__ = ["ExchangeProbe", "collective", "waiting", "watch_exchange"]
+__all__ = ["ExchangeProbe", "Span", "collective", "waiting", "watch_exchange"]
 
 _active: ExchangeProbe | None = None  # one measurement at a time, in one process
 
 
-class _Span:
+class Span:
     """Time between two points: of the current CUDA stream, or of the host where there is none."""
 
     def __init__(self, cuda: bool) -> None:
@@ -32,10 +32,11 @@ class _Span:
         return event
 
     def stop(self) -> None:
+        """The second point."""
         self.end = self._now()
 
     def ms(self) -> float:
-        """Milliseconds; on a GPU only after a synchronisation."""
+        """Milliseconds; on a GPU only once the device has passed both points."""
         return self.begin.elapsed_time(self.end) if self.cuda else (self.end - self.begin) * 1e3
 
 
@@ -47,8 +48,8 @@ class ExchangeProbe:
     """
 
     def __init__(self) -> None:
-        self.spans: list[_Span] = []  # collectives, on the stream they run on
-        self.waits: list[_Span] = []  # on the stream of the layers: from wanting the rows to having them
+        self.spans: list[Span] = []  # collectives, on the stream they run on
+        self.waits: list[Span] = []  # on the stream of the layers: from wanting the rows to having them
         self.behind: list[tuple[Any, Any]] = []  # backward: (layers' stream has nothing left to do, collective done)
 
     def exchange_ms(self, group: ProcessGroup) -> float:
@@ -58,9 +59,13 @@ class ExchangeProbe:
     def exposed_ms(self, group: ProcessGroup) -> float:
         """Milliseconds that the layers' stream had to wait for collectives: forward before the first gate, backward
         behind the last layer. On a CPU every collective is waited for."""
+        return _least(self.waited_ms(), group)
+
+    def waited_ms(self) -> list[float]:
+        """Of this rank alone, milliseconds one by one: what `exposed_ms` counts, time for late ranks included."""
         if any(not span.cuda for span in self.spans):
-            return self.exchange_ms(group)
-        return _least([span.ms() for span in self.waits] + self._behind_ms(), group)
+            return [span.ms() for span in self.spans]
+        return [span.ms() for span in self.waits] + self._behind_ms()
 
     def _behind_ms(self) -> list[float]:
         """One number for each backward collective: what it adds to the time that those before it left exposed."""
@@ -100,7 +105,7 @@ def collective(payload: Tensor, layers: torch.cuda.Stream | None = None) -> Iter
         yield
         return
     idle = layers.record_event(torch.cuda.Event(enable_timing=True)) if layers is not None else None
-    span = _Span(payload.is_cuda)
+    span = Span(payload.is_cuda)
     yield
     span.stop()
     probe.spans.append(span)
@@ -115,7 +120,7 @@ def waiting() -> Iterator[None]:
     if probe is None:
         yield
         return
-    span = _Span(cuda=True)
+    span = Span(cuda=True)
     yield
     span.stop()
     probe.waits.append(span)

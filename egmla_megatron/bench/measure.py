@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -22,9 +23,10 @@ from egmla_megatron.bench.schedule import Schedule
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.model.build import build_model
 from egmla_megatron.parallel.world import World, seed_everything
-from egmla_megatron.train.graph import GraphedPasses
 from egmla_megatron.train.optimizer import build_optimizer, build_schedule, wrap_ddp
-from egmla_megatron.train.step import graphed_passes, train_step
+from egmla_megatron.train.reporter import StepReporter
+from egmla_megatron.train.sinks import Sinks
+from egmla_megatron.train.step import StepResult, graphed_passes, train_step
 
 __all__ = ["Measurement", "measure"]
 
@@ -55,7 +57,7 @@ class _Steps:
     bytes_before: int  # that torch had allocated before the run was built
 
 
-def _steps(cfg: RunConfig, world: World, dataset: Any) -> _Steps:
+def _steps(cfg: RunConfig, world: World, dataset: Any, sinks: Sinks | None) -> _Steps:
     cuda = world.device.type == "cuda"
     before = torch.cuda.memory_allocated(world.device) if cuda else 0
     seed_everything(cfg.run.seed, world)
@@ -65,11 +67,32 @@ def _steps(cfg: RunConfig, world: World, dataset: Any) -> _Steps:
     build_schedule(cfg, optimizer, 0)
     batches = micro_batches(cfg, world, dataset)
     graph = graphed_passes(cfg, world, model)
+    reporter = None if sinks is None else StepReporter(cfg, world, model, sinks)
+    times, meanwhile = None, None
+    if reporter is not None:
+        batches, times, meanwhile = reporter.watch(batches), reporter.times, reporter.meanwhile
 
-    def one_step(passes: GraphedPasses | None) -> float:
-        return train_step(cfg, world, model, optimizer, batches, passes).loss
+    def step() -> StepResult:
+        return train_step(cfg, world, model, optimizer, batches, graph, times, meanwhile)
 
-    return _Steps(lambda: one_step(graph), lambda: one_step(None), before)
+    return _Steps(
+        step=(lambda: step().loss) if reporter is None else _reported(reporter, step, cfg.optimizer.lr),
+        eager=lambda: train_step(cfg, world, model, optimizer, batches).loss,
+        bytes_before=before,
+    )
+
+
+def _reported(reporter: StepReporter, step: Callable[[], StepResult], lr: float) -> Callable[[], float]:
+    """A step with what the trainer does around it."""
+    numbers = itertools.count(1)
+
+    def one_step() -> float:
+        reporter.begin()
+        result = step()
+        reporter.end(next(numbers), result, lr)
+        return result.loss
+
+    return one_step
 
 
 def _reset_peaks(device: torch.device) -> None:
@@ -97,10 +120,14 @@ def _timed(step: Callable[[], float], world: World, steps: int) -> Iterator[tupl
         yield (time.perf_counter() - started) * 1e3, loss
 
 
-def measure(cfg: RunConfig, world: World, dataset: Any, schedule: Schedule) -> Measurement:
-    """Called by every rank; the memory of the run is free again afterwards."""
+def measure(cfg: RunConfig, world: World, dataset: Any, schedule: Schedule, sinks: Sinks | None = None) -> Measurement:
+    """Called by every rank; the memory of the run is free again afterwards.
+
+    Args:
+        sinks: of this rank, to which every step is reported as the trainer does; None: steps alone.
+    """
     try:
-        return _measure(cfg, world, _steps(cfg, world, dataset), schedule)
+        return _measure(cfg, world, _steps(cfg, world, dataset, sinks), schedule)
     finally:
         gc.collect()  # DDP's hooks and parameters refer to each other
         if world.device.type == "cuda":

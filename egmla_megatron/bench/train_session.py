@@ -6,8 +6,10 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from egmla_megatron.parallel.world import World, close_world, form_groups, open_
 from egmla_megatron.report.memory import worst_stage
 from egmla_megatron.report.tables import markdown
 from egmla_megatron.train.metrics import dense_peak_flops
+from egmla_megatron.train.sinks import Sinks, open_sinks
 
 __all__ = ["TrainBench", "run_train_bench"]
 
@@ -57,6 +60,8 @@ def run_train_bench(bench: TrainBench, command: Sequence[str]) -> int:
             found[variant].append(_measure_everywhere(bench, variant, world))
     if world.is_first:
         rows = [_row(bench, variant, rounds, world) for variant, rounds in found.items()]
+        for row in rows:
+            row["speed_to_first"] = _digits(row["tokens_per_second"] / rows[0]["tokens_per_second"])
         result = {
             "hardware": hardware(world.device),
             "software": software(),
@@ -83,13 +88,26 @@ def _world(bench: TrainBench, variant: TrainVariant, world: World) -> World:
 
 def _measure_everywhere(bench: TrainBench, variant: TrainVariant, world: World) -> list[Measurement]:
     cfg = bench.configs[variant]
-    mine = measure(cfg, world, open_dataset(cfg, bench.schedule.total), bench.schedule)
+    dataset = open_dataset(cfg, bench.schedule.total)
+    with _sinks(cfg, world) if variant.reported else nullcontext() as sinks:
+        mine = measure(cfg, world, dataset, bench.schedule, sinks)
     everyone: list[Any] = [None] * world.size
     dist.all_gather_object(everyone, mine, group=world.control)
     if world.is_first:
         (times,) = slowest([everyone])
         print(f"{variant.name}: {statistics.median(times):.1f} ms a step", file=sys.stderr, flush=True)
     return everyone
+
+
+@contextmanager
+def _sinks(cfg: RunConfig, world: World) -> Iterator[Sinks]:
+    """Those of the run, in a folder that is gone afterwards; the console's lines go to stderr."""
+    with tempfile.TemporaryDirectory(prefix="egmla-bench-train-") as folder, redirect_stdout(sys.stderr):
+        sinks = open_sinks(replace(cfg, run=replace(cfg.run, dir=folder)), is_first=world.is_first)
+        try:
+            yield sinks
+        finally:
+            sinks.close()
 
 
 def _row(bench: TrainBench, variant: TrainVariant, rounds: list[list[Measurement]], world: World) -> dict[str, Any]:
@@ -108,19 +126,26 @@ def _row(bench: TrainBench, variant: TrainVariant, rounds: list[list[Measurement
     return {
         "variant": variant.name,
         "settings": list(variant.settings),
+        "reported": variant.reported,
         "ranks": layout.world_size,
         "step_ms_median": round(median, 3),
         "step_ms_p10": round(percentile(times, 0.1), 3),
         "step_ms_p90": round(percentile(times, 0.9), 3),
         "n": len(times),
-        "tokens_per_second": round(tokens / (median / 1e3), 1),
-        "tflops_per_second_per_rank": round(flops / 1e12, 4),
-        "mfu": round(flops / peak, 4) if peak else None,
+        "tokens_per_second": _digits(tokens / (median / 1e3)),
+        "tflops_per_second_per_rank": _digits(flops / 1e12),
+        "mfu": _digits(flops / peak) if peak else None,
         "peak_mib": max(rank.peak_mib or 0.0 for ranks in rounds for rank in ranks) if cuda else None,
+        "peak_rss_mib": max(rank.peak_rss_mib or 0.0 for ranks in rounds for rank in ranks) or None,
         "predicted_mib": planned / 2**20 if cuda else None,
         "loss_first": last.losses[0],
         "loss_last": last.losses[-1],
     }
+
+
+def _digits(value: float) -> float:
+    """Six of them: a small model on a busy machine has small rates."""
+    return float(f"{value:.6g}")
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
@@ -135,7 +160,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
                 f"{row['step_ms_median']:.1f} ({row['step_ms_p10']:.1f} to {row['step_ms_p90']:.1f})",
                 str(row["n"]),
                 f"{row['tokens_per_second']:,.0f}",
-                f"{row['tokens_per_second'] / rows[0]['tokens_per_second']:.2f}",
+                f"{row['speed_to_first']:.3f}",
                 f"{row['tflops_per_second_per_rank']:.2f}",
                 "-" if row["mfu"] is None else f"{row['mfu']:.1%}",
                 f"{row['peak_mib']:,.0f}" if known else "-",

@@ -21,6 +21,7 @@ class TrainVariant:
 
     name: str
     settings: tuple[str, ...]  # section.key=value
+    reported: bool = False  # every step through the trainer's reporting and its sinks, whose time counts
 
 
 VARIANTS = {
@@ -37,8 +38,12 @@ VARIANTS = {
         "graph": ("train.cuda_graph=true",),
         "no_fused_grads": ("parallel.fused_grad_accumulation=false",),
         "recompute": ("train.recompute=full",),
+        # what reporting costs: base+reported beside base; its step times alone: reported+no_step_times
+        "reported": (),
+        "no_step_times": ("logging.step_times=false",),
     }.items()
 }
+_REPORTED = "reported"
 
 
 def choose_variants(names: Sequence[str]) -> tuple[TrainVariant, ...]:
@@ -60,7 +65,7 @@ def choose_variants(names: Sequence[str]) -> tuple[TrainVariant, ...]:
         if name in found:
             raise UserError(f"--variants: got {name!r} twice, allowed once; give one of them another name")
         settings = own.split(",") if colon else [item for part in parts for item in VARIANTS[part].settings]
-        found[name] = TrainVariant(name, tuple(settings))
+        found[name] = TrainVariant(name, tuple(settings), _REPORTED in parts)
     return tuple(found.values())
 
 

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 
 from egmla_megatron.config.check_model import check_model
+from egmla_megatron.config.check_profile import check_profile
 from egmla_megatron.config.check_switches import check_switches
 from egmla_megatron.config.ranges import check_ranges
 from egmla_megatron.config.schema import RunConfig
@@ -45,6 +46,7 @@ def check_config(cfg: RunConfig, world_size: int) -> Layout:
     _check_batch(cfg, dp)
     _check_schedule(cfg)
     check_switches(cfg)
+    check_profile(cfg, world_size)
     parallel, train = cfg.parallel, cfg.train
     return Layout(
         world_size=world_size,

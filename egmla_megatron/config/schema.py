@@ -16,6 +16,7 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "ProfileConfig",
     "RunConfig",
     "RunSection",
     "TrainConfig",
@@ -177,6 +178,15 @@ class LoggingConfig:
     wandb: Literal["disabled", "offline", "online"] = "offline"
     wandb_project: str = "egmla"
     warmup_steps: int = 3  # first steps of each start that do not count in the throughput
+    step_times: bool = True  # split every step's time into parts and find the slowest rank (see train/events.py)
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    """A window of steps that torch.profiler records, one Chrome trace per rank in RUN_DIR/profile."""
+
+    steps: tuple[int, ...] = ()  # first and last step (counted from 1); empty: no profile
+    ranks: tuple[int, ...] = (0,)  # that record
 
 
 @dataclass(frozen=True)
@@ -191,6 +201,7 @@ class RunConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     @property
     def total_steps(self) -> int:

@@ -20,13 +20,13 @@ _SCIENTIFIC = re.compile(r"\d+(\.\d+)?[eE]\+?\d+")
 def convert(value: Any, hint: Any) -> Any:
     """Reads `value` (a text from YAML or the command line, or a plain Python value) as `hint`.
 
-    `hint` is int, float, bool, str, a Literal of strings or tuple[str, ...]. Raises ValueError whose text
-    says what is allowed.
+    `hint` is int, float, bool, str, a Literal of strings, tuple[str, ...] or tuple[int, ...]. Raises ValueError whose
+    text says what is allowed.
     """
     if get_origin(hint) is Literal:
         return _literal(value, get_args(hint))
     if get_origin(hint) is tuple:
-        return _strings(value)
+        return _strings(value) if get_args(hint)[0] is str else _integers(value)
     readers = {bool: _boolean, int: _integer, float: _number, str: _string}
     return readers[hint](value)
 
@@ -79,3 +79,11 @@ def _strings(value: Any) -> tuple[str, ...]:
     if isinstance(value, (list, tuple)) and not any(isinstance(part, (dict, list, tuple, NoneType)) for part in value):
         return tuple(str(part) for part in value)
     raise ValueError("a list of texts, or one text with commas")
+
+
+def _integers(value: Any) -> tuple[int, ...]:
+    parts = value.split(",") if isinstance(value, str) else value
+    try:
+        return tuple(_integer(part.strip() if isinstance(part, str) else part) for part in parts)
+    except (TypeError, ValueError):
+        raise ValueError("a list of whole numbers") from None

@@ -9,7 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from egmla_megatron.checkpoint.save import Saver
@@ -18,36 +17,15 @@ from egmla_megatron.errors import UserError
 from egmla_megatron.model.count import count_parameters
 from egmla_megatron.parallel.liveness import COMPUTING, PeerWatch
 from egmla_megatron.report.memory import worst_stage
-from egmla_megatron.train.metrics import SeenIds, Throughput, peak_memory_mib
+from egmla_megatron.train.metrics import Phases, memory_of
+from egmla_megatron.train.profiler import StepProfiler
+from egmla_megatron.train.reporter import StepReporter
 from egmla_megatron.train.setup import Prepared, device_name, training_batches, validation_batches
 from egmla_megatron.train.signals import StopRequest
 from egmla_megatron.train.sinks import Sinks
 from egmla_megatron.train.step import StepResult, evaluate, graphed_passes, train_step
 
 __all__ = ["Trainer"]
-
-
-_MOST_RANKS = 1 << 20  # whole MiB times that are exact in a float64
-
-
-class _Agreement:
-    """What all ranks must decide alike, once per step, in one small all-reduce that hides behind the step.
-
-    The values are this rank's when the step begins: (stop signal, save now, peak memory in MiB); the result
-    is the maximum over ranks, and the rank with the most memory.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, rank: int, signal: int, save_now: bool, memory_mib: float) -> None:
-        memory = round(memory_mib) * _MOST_RANKS + rank  # whole MiB and the rank in one number
-        self.values = torch.tensor([float(signal), float(save_now), float(memory)], dtype=torch.float64)
-        self.work = dist.all_reduce(self.values, op=dist.ReduceOp.MAX, group=group, async_op=True)
-
-    def result(self) -> tuple[int, bool, int, int]:
-        assert self.work is not None
-        self.work.wait()
-        signal, save_now, memory = self.values.tolist()
-        memory_mib, rank = divmod(int(memory), _MOST_RANKS)
-        return int(signal), bool(save_now), memory_mib, rank
 
 
 class Trainer:
@@ -59,8 +37,9 @@ class Trainer:
         self.step = run.start_step  # optimizer steps done
         self.bad_steps = 0  # steps without an update in a row
         self.skipped_total = 0
-        self.throughput = Throughput.of(self.cfg, self.world.size, self.world.device)
-        self.seen = SeenIds()
+        self.phases = Phases()
+        self.reporter = StepReporter(self.cfg, self.world, run.model, sinks)
+        self.profiler = StepProfiler(self.cfg, self.world.rank, self.world.device, self.step, self._on_profiled)
         self.graph = graphed_passes(self.cfg, self.world, run.model)
         self.saved_at = time.monotonic()
         self.evaluated_at = -1
@@ -71,7 +50,7 @@ class Trainer:
     def run(self) -> int:
         """Train. Returns the exit code: 0, or 128 + the signal that stopped it."""
         self._log_start()
-        batches = self._noted(self.seen.watch(training_batches(self.run_)))
+        batches = self.reporter.watch(self._noted(training_batches(self.run_)))
         last = self.cfg.total_steps
         if self.cfg.train.exit_after_steps:
             last = min(last, self.step + self.cfg.train.exit_after_steps)
@@ -83,7 +62,8 @@ class Trainer:
             if save_now or self._interval(self.cfg.checkpoint.interval_steps):
                 self._save()
             self._evaluate_if_due()  # after the save: an evaluation can take longer than a preempted job is given
-            self.saver.poll()
+            with self.phases.of("checkpoint"):
+                self.saver.poll()
         return self._finish(signal)
 
     def _noted(self, batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -94,21 +74,37 @@ class Trainer:
             self.watch.doing = COMPUTING
             yield batch
 
-    def _one_step(self, batches: Any) -> tuple[int, bool]:
+    def _one_step(self, batches: Iterator[Batch]) -> tuple[int, bool]:
         """Returns (stop signal, save now), agreed by all ranks."""
-        started = time.perf_counter()
-        memory = peak_memory_mib(self.world.device)
-        minutes_are_up = self._minutes_are_up()
-        agreement = _Agreement(self.world.control, self.world.rank, self.stop.received, minutes_are_up, memory)
-        result = train_step(self.cfg, self.world, self.run_.model, self.run_.optimizer, batches, self.graph)
+        step, run = self.step + 1, self.run_
+        profiled = self.profiler.covers(step)
+        with self.phases.of("profile"):
+            self.profiler.begin(step)
+        self.reporter.begin()
+        result = train_step(
+            self.cfg,
+            self.world,
+            run.model,
+            run.optimizer,
+            batches,
+            self.graph,
+            self.reporter.times,
+            lambda: self.reporter.meanwhile(signal=self.stop.received, save_now=self._minutes_are_up()),
+        )
         lr = self._learning_rate()
-        self.run_.schedule.step(1)
-        self.step += 1
-        self.watch.step = self.step
-        signal, save_now, memory_mib, memory_rank = agreement.result()
-        self._log_step(result, time.perf_counter() - started, lr, memory_mib, memory_rank)
+        run.schedule.step(1)
+        self.watch.step = self.step = step
+        agreed = self.reporter.end(step, result, lr, profiled=profiled)
+        self._count_time(profiled)
+        with self.phases.of("profile"):
+            self.profiler.end(step)
         self._count_bad_steps(result)
-        return signal, save_now
+        return agreed.signal, agreed.save_now
+
+    def _count_time(self, profiled: bool) -> None:
+        throughput = self.reporter.throughput
+        phase = "profile" if profiled else "warmup" if throughput.steps <= throughput.warmup else "training"
+        self.phases.seconds[phase] += self.reporter.step_s
 
     def _learning_rate(self) -> float:
         groups = self.run_.optimizer.param_groups
@@ -135,11 +131,15 @@ class Trainer:
 
     def _save(self) -> None:
         self.watch.doing = "saving"
-        self.saver.save(self.step)
+        with self.phases.of("checkpoint"):
+            self.saver.save(self.step)
         self.saved_at = time.monotonic()
 
     def _on_saved(self, step: int, path: Path, seconds: float) -> None:
         self.sinks.write("checkpoint", {"step": step, "path": str(path), "seconds": seconds})
+
+    def _on_profiled(self, path: Path) -> None:
+        self.sinks.write("profile", {"step": self.step, "path": str(path)})
 
     def _evaluate_if_due(self, *, final: bool = False) -> None:
         due = self._interval(self.cfg.train.eval_interval) or final
@@ -147,8 +147,9 @@ class Trainer:
             return
         started = time.perf_counter()
         self.watch.doing = "validating"
-        batches, count = validation_batches(self.run_)
-        loss = evaluate(self.cfg, self.world, self.run_.model, batches, count)
+        with self.phases.of("evaluation"):
+            batches, count = validation_batches(self.run_)
+            loss = evaluate(self.cfg, self.world, self.run_.model, batches, count)
         self.evaluated_at = self.step
         tokens = count * self.cfg.train.micro_batch_size * self.world.layout.dp * self.cfg.train.seq_length
         perplexity = math.exp(loss) if loss < 700 else math.inf
@@ -167,17 +168,24 @@ class Trainer:
             self._save()
         if not signal:  # after a signal seconds count: save, nothing else
             self._evaluate_if_due(final=self.step >= self.cfg.total_steps)
-        self.saver.finish()
-        rate = self.throughput.tokens_per_second()
-        event = {
-            "step": self.step,
-            "reason": reason,
-            "signal": signal,
-            "tokens_per_second": rate,
-            "skipped_steps": self.skipped_total,
-        }
-        self.sinks.write("end", event)
+        with self.phases.of("checkpoint"):
+            self.saver.finish()
+        with self.phases.of("profile"):
+            self.profiler.close()
+        event = {"step": self.step, "reason": reason, "signal": signal, "skipped_steps": self.skipped_total}
+        rates = self.reporter.throughput.mean_rates()
+        self.sinks.write("end", event | rates | self.phases.totals() | self._memory_by_rank())
         return 128 + signal if signal else 0
+
+    def _memory_by_rank(self) -> dict[str, Any]:
+        mine = memory_of(self.world.device)
+        everyone: list[Any] = [None] * self.world.size
+        dist.all_gather_object(everyone, mine, group=self.world.control)
+        known = mine.reserved_mib is not None
+        return {
+            "peak_memory_mib_by_rank": [round(each.peak_mib) for each in everyone],
+            "reserved_memory_mib_by_rank": [round(each.reserved_mib) for each in everyone] if known else None,
+        }
 
     def _log_start(self) -> None:
         counts = count_parameters(self.cfg.model)
@@ -207,26 +215,3 @@ class Trainer:
         te, triton = self.run_.built.implementation == "te", self.run_.built.kernels == "triton"
         _, memory = worst_stage(self.cfg, self.world.layout, te=te, triton=triton)
         return {name: size / 2**20 for name, size in (asdict(memory) | {"total": memory.total}).items()}
-
-    def _log_step(self, result: StepResult, seconds: float, lr: float, memory_mib: int, memory_rank: int) -> None:
-        rates = self.throughput.add(seconds)
-        if not (self._interval(self.cfg.logging.interval_steps) or not result.applied):
-            return
-        remaining = self.cfg.total_steps - self.step
-        self.sinks.write(
-            "step",
-            {
-                "step": self.step,
-                "total_steps": self.cfg.total_steps,
-                "loss": result.loss,
-                "grad_norm": result.grad_norm,
-                "lr": lr,
-                "tokens": self.step * self.throughput.tokens_per_step,
-                "skipped": not result.applied,
-                "peak_memory_mib": memory_mib,
-                "peak_memory_rank": memory_rank,
-                "unique_id_fraction": self.seen.take_fraction(),
-                "eta_s": remaining * self.throughput.mean_step_s(),
-                **rates,
-            },
-        )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import resource
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +16,7 @@ from egmla_megatron.data.batch import Batch
 from egmla_megatron.model.count import flops_per_token
 from egmla_megatron.report.cards import PEAK_BF16_FLOPS
 
-__all__ = ["SeenIds", "Throughput", "dense_peak_flops", "peak_memory_mib"]
+__all__ = ["Memory", "Phases", "SeenIds", "Throughput", "dense_peak_flops", "memory_of"]
 
 
 def dense_peak_flops(device: torch.device) -> float | None:
@@ -25,12 +27,45 @@ def dense_peak_flops(device: torch.device) -> float | None:
     return next((peak for card, peak in PEAK_BF16_FLOPS.items() if card in name), None)
 
 
-def peak_memory_mib(device: torch.device) -> float:
-    """Peak memory of this rank in MiB: allocated by torch on a GPU, resident set on a CPU."""
+@dataclass(frozen=True)
+class Memory:
+    """The most that this rank had so far, in MiB."""
+
+    peak_mib: float  # allocated by torch on a GPU, resident set on a CPU
+    reserved_mib: float | None  # taken from the GPU by torch's allocator; None on a CPU
+
+
+def memory_of(device: torch.device) -> Memory:
+    """Memory of this rank so far."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
+        found = torch.cuda.memory_stats_as_nested_dict(device)  # once, and not flattened and sorted: every step asks
+        allocated, reserved = (found[name]["all"]["peak"] / 2**20 for name in ("allocated_bytes", "reserved_bytes"))
+        return Memory(allocated, reserved)
     scale = 2**20 if sys.platform == "darwin" else 2**10
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / scale
+    return Memory(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / scale, None)
+
+
+class Phases:
+    """Seconds that the loop spent in each of its phases."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(("training", "warmup", "evaluation", "checkpoint", "profile"), 0.0)
+        self.started = time.perf_counter()
+
+    @contextmanager
+    def of(self, name: str) -> Iterator[None]:
+        """What runs inside belongs to this phase."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - started
+
+    def totals(self) -> dict[str, float]:
+        """All phases as `NAME_s`, and `total_s` since the beginning; logging and the like are in no phase."""
+        return {f"{name}_s": seconds for name, seconds in self.seconds.items()} | {
+            "total_s": time.perf_counter() - self.started
+        }
 
 
 class SeenIds:
@@ -79,17 +114,19 @@ class Throughput:
             warmup=cfg.logging.warmup_steps,
         )
 
-    def add(self, seconds: float) -> dict[str, float | None]:
-        """Record one step; returns its rates."""
+    def add(self, seconds: float, *, profiled: bool = False) -> dict[str, float | None]:
+        """Record one step; returns its rates. Profiled steps are slower, and count no more than those of warm-up."""
         self.steps += 1
         self.all_s += seconds
-        if self.steps > self.warmup:
+        if self.steps > self.warmup and not profiled:
             self.counted += 1
             self.counted_s += seconds
+        return {"step_time_s": seconds, **self._rates(seconds)}
+
+    def _rates(self, seconds: float) -> dict[str, float | None]:
         rate = self.tokens_per_step / seconds
         flops = rate / self.ranks * self.flops_per_token
         return {
-            "step_time_s": seconds,
             "tokens_per_second": rate,
             "tokens_per_second_per_rank": rate / self.ranks,
             "tflops_per_second_per_rank": flops / 1e12,
@@ -102,6 +139,8 @@ class Throughput:
             return self.counted_s / self.counted
         return self.all_s / self.steps if self.steps else 0.0
 
-    def tokens_per_second(self) -> float | None:
-        """Mean rate over the counted steps; None before there is one."""
-        return self.tokens_per_step / self.mean_step_s() if self.counted else None
+    def mean_rates(self) -> dict[str, float | None]:
+        """Rates at the mean time of the counted steps; None before there is one."""
+        if not self.counted:
+            return dict.fromkeys(self._rates(1.0))
+        return self._rates(self.mean_step_s())

@@ -1,4 +1,4 @@
-"""Where metrics go: console, JSON lines, TensorBoard, wandb. The same names everywhere, units in the names."""
+"""Where metrics go: console, JSON lines, TensorBoard, wandb. The same names everywhere, those of train/events.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,9 +16,11 @@ from egmla_megatron.config.schema import RunConfig
 
 __all__ = ["Sinks", "format_duration", "open_sinks"]
 
+_STANDS_OUT = 1.2  # the slowest rank's work in a step / the fastest one's, from which the console names it
+
 
 class Sink(Protocol):
-    """Takes one event: `kind` is start, step, eval, checkpoint or end."""
+    """Takes one event: its kind, and values by name, as train/events.py lists them."""
 
     def write(self, kind: str, event: Mapping[str, Any]) -> None:
         """Record the event."""
@@ -38,6 +40,16 @@ def _ranks(layout: Mapping[str, Any]) -> str:
     chunks = f" x {layout['vp']} chunks" if layout["vp"] > 1 else ""
     context = f" CP {layout['cp']}" if layout["cp"] > 1 else ""
     return f"TP {layout['tp']} PP {layout['pp']}{chunks}{context} DP {layout['dp']} gate group {layout['gate_group']}"
+
+
+def _straggler(e: Mapping[str, Any]) -> str:
+    """Who it is, where it stands out."""
+    slow, fast = e["slowest_rank_busy_s"], e["fastest_rank_busy_s"]
+    if slow is None or slow <= _STANDS_OUT * fast:
+        return ""
+    return (
+        f"  slowest_rank {e['slowest_rank']} on {e['slowest_node']}, busy {slow * 1e3:.0f} ms, fastest {fast * 1e3:.0f}"
+    )
 
 
 class Console:
@@ -67,8 +79,10 @@ class Console:
         mfu = f"  mfu {100 * e['mfu']:5.1f}%" if e["mfu"] is not None else ""
         return (
             f"step {e['step']:>7}/{e['total_steps']}  loss {e['loss']:8.5f}  grad_norm {e['grad_norm']:8.4f}  "
-            f"lr {e['lr']:.3e}  {e['step_time_s'] * 1e3:8.1f} ms  {e['tokens_per_second']:>9,.0f} tokens/s{mfu}  "
-            f"{e['peak_memory_mib']:>7,.0f} MiB  eta {format_duration(e['eta_s'])}"
+            f"lr {e['lr']:.3e}  step_time {e['step_time_s'] * 1e3:8.1f} ms  "
+            f"tokens_per_second {e['tokens_per_second']:>9,.0f}{mfu}  "
+            f"peak_memory {e['peak_memory_mib']:>7,.0f} MiB  eta {format_duration(e['eta_s'])}"
+            + _straggler(e)
             + ("" if not e["skipped"] else "  SKIPPED: not finite")
         )
 
@@ -81,9 +95,19 @@ class Console:
         return f"saved    {e['path']}  {e['seconds']:.1f} s"
 
     @staticmethod
+    def _profile(e: Mapping[str, Any]) -> str:
+        return f"profiled {e['path']}"
+
+    @staticmethod
     def _end(e: Mapping[str, Any]) -> str:
         rate = e["tokens_per_second"]
-        return f"end      step {e['step']}: {e['reason']}" + (f"; {rate:,.0f} tokens/s" if rate else "")
+        phases = ("training", "warmup", "evaluation", "checkpoint", "profile", "total")
+        return (
+            f"end      step {e['step']}: {e['reason']}"
+            + (f"; tokens_per_second {rate:,.0f}" if rate else "")
+            + "; "
+            + ", ".join(f"{name} {e[f'{name}_s']:.1f} s" for name in phases if e[f"{name}_s"])
+        )
 
 
 class JsonLines:
@@ -114,18 +138,20 @@ def _scalars(event: Mapping[str, Any]) -> dict[str, float]:
 
 
 class TensorBoard:
-    """RUN_DIR/tensorboard."""
+    """RUN_DIR/tensorboard. One record an event: a call of add_scalar for every name would cost a step milliseconds."""
 
     def __init__(self, path: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from torch.utils.tensorboard.writer import FileWriter
 
-        self.writer: Any = SummaryWriter(str(path))
+        self.summary: Any = Summary
+        self.writer: Any = FileWriter(str(path))
 
     def write(self, kind: str, event: Mapping[str, Any]) -> None:
         """Record steps and evaluations."""
         if kind in ("step", "eval"):
-            for name, value in _scalars(event).items():
-                self.writer.add_scalar(name, value, event["step"])
+            values = [self.summary.Value(tag=name, simple_value=value) for name, value in _scalars(event).items()]
+            self.writer.add_summary(self.summary(value=values), event["step"])
 
     def close(self) -> None:
         """Flush."""
@@ -168,26 +194,43 @@ class Sinks:
 
     A sink that fails (disk full, no network, a closed terminal) is named once and tried again with the next event:
     logging must not cost a training run.
+
+    Args:
+        sinks: take every event at once.
+        slow: take it with the next `flush`, which is called when the host has nothing better to do.
     """
 
-    def __init__(self, sinks: list[Sink]) -> None:
-        self.sinks = sinks
+    def __init__(self, sinks: Sequence[Sink], slow: Sequence[Sink] = ()) -> None:
+        self.sinks, self.slow = sinks, slow
+        self.waiting: list[tuple[str, Mapping[str, Any]]] = []
         self.warned: set[str] = set()
 
     def write(self, kind: str, event: Mapping[str, Any]) -> None:
         """Send one event to every sink."""
-        for sink in self.sinks:
-            try:
-                sink.write(kind, event)
-            except Exception as error:  # wandb and TensorBoard raise many kinds
-                self._warn(sink, error)
+        self._send(self.sinks, kind, event)
+        if self.slow:
+            self.waiting.append((kind, event))
+
+    def flush(self) -> None:
+        """Send what the slow sinks have not seen."""
+        waiting, self.waiting = self.waiting, []
+        for kind, event in waiting:
+            self._send(self.slow, kind, event)
 
     def close(self) -> None:
-        """Close every sink."""
-        for sink in self.sinks:
+        """Flush and close every sink."""
+        self.flush()
+        for sink in (*self.sinks, *self.slow):
             try:
                 sink.close()
             except Exception as error:
+                self._warn(sink, error)
+
+    def _send(self, sinks: Sequence[Sink], kind: str, event: Mapping[str, Any]) -> None:
+        for sink in sinks:
+            try:
+                sink.write(kind, event)
+            except Exception as error:  # wandb and TensorBoard raise many kinds
                 self._warn(sink, error)
 
     def _warn(self, sink: Sink, error: Exception) -> None:
@@ -204,12 +247,12 @@ def open_sinks(cfg: RunConfig, *, is_first: bool) -> Sinks:
     if not is_first:
         return Sinks([])
     folder = Path(cfg.run.dir)
-    sinks: list[Sink] = [Console(), JsonLines(folder / "metrics.jsonl")]
+    slow: list[Sink] = []
     if cfg.logging.tensorboard:
-        sinks.append(TensorBoard(folder / "tensorboard"))
+        slow.append(TensorBoard(folder / "tensorboard"))
     if cfg.logging.wandb != "disabled":
         try:
-            sinks.append(Wandb(cfg))
+            slow.append(Wandb(cfg))
         except Exception as error:  # wandb raises many kinds; logging must not cost a training run
             print(f"warning: wandb is not recording: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-    return Sinks(sinks)
+    return Sinks([Console(), JsonLines(folder / "metrics.jsonl")], slow)

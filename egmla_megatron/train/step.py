@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.data.batch import Batch
 from egmla_megatron.parallel.world import World
 from egmla_megatron.train.graph import GraphedPasses
+from egmla_megatron.train.step_times import StepTimes
 
 __all__ = ["StepResult", "evaluate", "graphed_passes", "train_step"]
 
@@ -135,6 +137,8 @@ def train_step(
     optimizer: Any,
     batches: Iterator[Batch],
     graph: GraphedPasses | None = None,
+    times: StepTimes | None = None,
+    meanwhile: Callable[[], None] | None = None,
 ) -> StepResult:
     """Forward and backward over the global batch, then the optimizer. The host waits for the device only at the end,
     for the norm and the loss.
@@ -143,16 +147,23 @@ def train_step(
         model: the DDP-wrapped chunks of this rank.
         batches: this rank's micro-batches.
         graph: of this run (`graphed_passes`); None: every operation is launched by the host.
+        times: of this run; measures the step and can be read when it has returned.
+        meanwhile: called once all passes are launched, when the host would only wait for the device.
     """
-    for chunk in model:
-        chunk.zero_grad_buffer()
-    optimizer.zero_grad()
-    if graph is not None:
-        outputs = graph(batches)
-    else:
-        outputs = _run_schedule(cfg, world, model, batches, world.layout.num_microbatches, forward_only=False)
-    loss = _mean_loss(outputs, world)
-    norm, applied = _apply(optimizer, cfg.optimizer.clip_grad)
+    with times.step() if times is not None else nullcontext():
+        for chunk in model:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        if graph is not None:
+            outputs = graph(batches)
+        else:
+            outputs = _run_schedule(cfg, world, model, batches, world.layout.num_microbatches, forward_only=False)
+        if times is not None:
+            times.passes_done()
+        loss = _mean_loss(outputs, world)
+        if meanwhile is not None:
+            meanwhile()
+        norm, applied = _apply(optimizer, cfg.optimizer.clip_grad)
     return StepResult(float(loss), norm, applied)
 
 

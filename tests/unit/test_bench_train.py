@@ -29,6 +29,7 @@ def test_variants_are_settings_by_name() -> None:
     base, both, own = choose_variants(["base", "mla+graph", "mine:model.kv_lora_rank=7,train.recompute=full"])
     assert base.settings == ()
     assert both.settings == (*VARIANTS["mla"].settings, *VARIANTS["graph"].settings)
+    assert [each.reported for each in choose_variants(["mla+reported", "mla", "reported"])] == [True, False, True]
     assert own.name == "mine" and own.settings == ("model.kv_lora_rank=7", "train.recompute=full")
     cfg = train_config("quickstart", ["model.kv_lora_rank=16"], own, Schedule(1, 2, 0), cuda=False)
     assert cfg.model.kv_lora_rank == 7 and cfg.train.steps == 4 and cfg.data.train == ()
@@ -42,14 +43,19 @@ def test_other_names_are_refused(words: list[str]) -> None:
 
 def test_a_whole_run(tmp_path: Path) -> None:
     command = ["tools/bench_train.py", "quickstart", *SMALL, "--steps=3", "--warmup=1", "--rounds=2"]
-    command += ["--variants", "base", "mla", "twice:train.global_batch_size=4", f"--json={tmp_path / 'out.json'}"]
+    command += ["--variants", "base", "mla", "twice:train.global_batch_size=4", "reported", "reported+no_step_times"]
+    command += [f"--json={tmp_path / 'out.json'}"]
     output = start(1, command, tmp_path / "log").succeed()
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert [row["variant"] for row in rows] == ["base", "mla", "twice"]
-    assert [row["n"] for row in rows] == [6, 6, 6]
+    assert [row["variant"] for row in rows] == ["base", "mla", "twice", "reported", "reported+no_step_times"]
+    assert [row["n"] for row in rows] == [6] * 5
+    assert [row["reported"] for row in rows] == [False] * 3 + [True] * 2
     for row in rows:
         tokens = 32 * (2 if row["variant"] == "twice" else 1)
         assert row["tokens_per_second"] == pytest.approx(tokens / (row["step_ms_median"] / 1e3), rel=1e-3)
+        assert row["speed_to_first"] == pytest.approx(row["tokens_per_second"] / rows[0]["tokens_per_second"], rel=1e-4)
         assert row["loss_first"] != row["loss_last"]
+    assert rows[3]["loss_last"] == rows[4]["loss_last"] == rows[0]["loss_last"]
+    assert output.count("step       4/") == 4  # reported: two variants, two rounds
     assert rows[0]["tflops_per_second_per_rank"] > 0
     assert "| base | " in output and "x base" in output

@@ -67,6 +67,9 @@ def test_the_default_model_is_never_taken_unasked(tmp_path: Path, text: str) -> 
         ("data.train=[a, b]", "data", "train", ("a", "b")),
         ("data.train=0.3,a,0.7,b", "data", "train", ("0.3", "a", "0.7", "b")),
         ("data.valid=[]", "data", "valid", ()),
+        ("profile.steps=[10, 12]", "profile", "steps", (10, 12)),
+        ("profile.steps=10,12", "profile", "steps", (10, 12)),
+        ("profile.steps=[]", "profile", "steps", ()),
     ],
 )
 def test_override(tmp_path: Path, override: str, section: str, key: str, value: object) -> None:
@@ -90,6 +93,8 @@ def test_override(tmp_path: Path, override: str, section: str, key: str, value: 
         ("run.name=null", ["run.name", "''"]),
         ("data.train=[[a]]", ["data.train", "list"]),
         ("data.train=[a", ["close"]),
+        ("profile.steps=[1, b]", ["profile.steps", "list of whole numbers"]),
+        ("profile.ranks=1.5", ["profile.ranks", "list of whole numbers"]),
         ("train.seq_lenght=5", ["train.seq_lenght=5", "'seq_lenght'", "did you mean seq_length?"]),
         ("trian.steps=5", ["'trian'", "did you mean train?"]),
         ("train.qqqq=5", ["allowed: seq_length, micro_batch_size"]),
@@ -192,6 +197,7 @@ def test_file_that_is_no_text(tmp_path: Path) -> None:
 
 def test_dump_reads_back(tmp_path: Path) -> None:
     overrides = ["optimizer.lr=3e-5", "data.train=[0.5,a b,0.5,c]", "run.name='true'", "parallel.sequence=true"]
+    overrides.append("profile.steps=[3,4]")
     cfg = load_config("quickstart", overrides)
     assert load_config(_config(tmp_path, dump_yaml(cfg))) == cfg
     assert from_dict(to_dict(cfg)) == cfg

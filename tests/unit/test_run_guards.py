@@ -72,6 +72,24 @@ def test_a_failing_sink_is_named_once_and_costs_nothing(tmp_path: Path, capsys: 
     assert error.count("warning: ") == 1 and "Failing" in error and "No space left" in error
 
 
+def test_slow_sinks_get_every_event_when_there_is_time(tmp_path: Path) -> None:
+    fast, slow = JsonLines(tmp_path / "fast"), JsonLines(tmp_path / "slow")
+
+    def written() -> list[int]:
+        return [len((tmp_path / name).read_text().splitlines()) for name in ("fast", "slow")]
+
+    sinks = Sinks([fast], [slow])
+    sinks.write("step", {"step": 1})
+    sinks.write("eval", {"step": 1})
+    assert written() == [2, 0]
+    sinks.flush()
+    sinks.flush()
+    assert written() == [2, 2]
+    sinks.write("end", {"step": 1})
+    sinks.close()
+    assert written() == [3, 3]
+
+
 def test_a_half_deleted_checkpoint_goes_with_the_next_prune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from egmla_megatron.checkpoint import manifest
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from egmla_megatron.model.build import build_model
 from egmla_megatron.model.names import global_names
 from egmla_megatron.train.optimizer import build_optimizer, build_schedule, wrap_ddp
 from egmla_megatron.train.step import evaluate, train_step
+from egmla_megatron.train.step_times import StepTimes, step_times
 from tests.tiny import TINY, random_batches, tiny_model, tiny_run
 
 
@@ -142,3 +144,39 @@ def test_a_few_steps_learn_one_batch_by_heart(world: Any) -> None:
     batches = [next(stream), next(stream)]
     losses = [run.step(iter(batches)).loss for _ in range(30)]
     assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_measured_steps_are_the_same_steps(world: Any, distributed: bool) -> None:
+    """Two micro-batches; the parts lie side by side inside the step, and what an evaluation does is in none of them."""
+    run, twin = (open_run(world, optimizer={"distributed": distributed}) for _ in range(2))
+    times = step_times(run.cfg, run.world, run.model)
+    assert times is not None
+    stream, plain = times.watch(random_batches(run.cfg)), random_batches(run.cfg)
+    calls: list[str] = []
+    for _ in range(2):
+        started = time.perf_counter()
+        result = train_step(
+            run.cfg, run.world, run.model, run.optimizer, stream, None, times, lambda: calls.append("meanwhile")
+        )
+        whole = time.perf_counter() - started
+        assert result == twin.step(plain)
+        split = times.split()
+        assert split.exchange == 0.0 and split.gradient_sync is not None
+        parts = [split.data, split.forward_backward, split.gradient_sync, split.optimizer]
+        assert min(parts) > 0 and sum(parts) < whole
+        assert split.data < split.busy <= split.data + split.forward_backward
+        evaluate(run.cfg, run.world, run.model, random_batches(run.cfg), 1)
+        assert times.split() == split
+    assert calls == ["meanwhile"] * 2
+
+
+def test_inside_a_graph_nothing_is_measured(world: Any) -> None:
+    times = StepTimes(cuda=False, captured=True, exchanges=True)
+    run = open_run(world)
+    times.attach(run.model)
+    stream = times.watch(random_batches(run.cfg))
+    train_step(run.cfg, run.world, run.model, run.optimizer, stream, None, times)
+    split = times.split()
+    assert split.exchange is None and split.gradient_sync is None
+    assert min(split.data, split.forward_backward, split.optimizer) > 0 and split.busy == split.data

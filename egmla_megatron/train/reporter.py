@@ -1,0 +1,106 @@
+"""What every step cost and gave, agreed between the ranks, to the sinks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from egmla_megatron.config.schema import RunConfig
+from egmla_megatron.data.batch import Batch
+from egmla_megatron.parallel.world import World
+from egmla_megatron.train.metrics import SeenIds, Throughput, memory_of
+from egmla_megatron.train.sinks import Sinks
+from egmla_megatron.train.step import StepResult
+from egmla_megatron.train.step_agreement import Agreed, Mean, StepAgreement, node_names
+from egmla_megatron.train.step_times import Split, step_times
+
+__all__ = ["StepReporter"]
+
+
+class StepReporter:
+    """Around every step: `begin`, the step with `times` and `meanwhile` in it, `end`. Called by every rank; rank 0 has
+    sinks.
+
+    Args:
+        model: the DDP-wrapped chunks.
+    """
+
+    def __init__(self, cfg: RunConfig, world: World, model: list[Any], sinks: Sinks) -> None:
+        self.cfg, self.world, self.sinks = cfg, world, sinks
+        self.throughput = Throughput.of(cfg, world.size, world.device)
+        self.times = step_times(cfg, world, model)
+        self.nodes = node_names(world.control)
+        self.step_s = 0.0  # of the last step
+        self._seen = SeenIds()
+        self._busy = Mean()  # since the last line, for the slowest rank
+        self._started = 0.0
+        self._agreement: StepAgreement | None = None
+
+    def watch(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The same micro-batches, timed and counted."""
+        seen = self._seen.watch(batches)
+        return seen if self.times is None else self.times.watch(seen)
+
+    def begin(self) -> None:
+        """Before the step."""
+        self._started = time.perf_counter()
+
+    def meanwhile(self, *, signal: int = 0, save_now: bool = False) -> None:
+        """While the device works on the step: what this rank asks of the others sets out, slow sinks get their
+        events."""
+        self._agreement = StepAgreement(
+            self.world.control,
+            self.world.rank,
+            signal=signal,
+            save_now=save_now,
+            memory=memory_of(self.world.device),
+            busy_s=self._busy.value(),
+        )
+        self.sinks.flush()
+
+    def end(self, step: int, result: StepResult, lr: float, *, profiled: bool = False) -> Agreed:
+        """After step number `step` (from 1); waits for the agreement, writes the step where it is due.
+
+        Args:
+            lr: that the step used.
+            profiled: the step does not count in the throughput.
+        """
+        assert self._agreement is not None
+        agreed = self._agreement.result()
+        self.step_s = time.perf_counter() - self._started
+        split = self.times.split() if self.times is not None else None
+        rates = self.throughput.add(self.step_s, profiled=profiled)
+        if step % self.cfg.logging.interval_steps == 0 or not result.applied:
+            self.sinks.write("step", self._event(step, result, lr, agreed, split) | rates)
+            self._busy.clear()
+        if split is not None:
+            self._busy.add(split.busy)
+        return agreed
+
+    def _event(self, step: int, result: StepResult, lr: float, agreed: Agreed, split: Split | None) -> dict[str, Any]:
+        slowest = agreed.slowest_rank
+        return {
+            "step": step,
+            "total_steps": self.cfg.total_steps,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": lr,
+            "tokens": step * self.throughput.tokens_per_step,
+            "skipped": not result.applied,
+            "time_data_s": split and split.data,
+            "time_forward_backward_s": split and split.forward_backward,
+            "time_exchange_s": split and split.exchange,
+            "time_gradient_sync_s": split and split.gradient_sync,
+            "time_optimizer_s": split and split.optimizer,
+            "peak_memory_mib": agreed.peak_memory_mib,
+            "peak_memory_rank": agreed.peak_memory_rank,
+            "reserved_memory_mib": agreed.reserved_memory_mib,
+            "reserved_memory_rank": agreed.reserved_memory_rank,
+            "slowest_rank": slowest,
+            "slowest_node": None if slowest is None else self.nodes[slowest],
+            "slowest_rank_busy_s": agreed.slowest_rank_busy_s,
+            "fastest_rank_busy_s": agreed.fastest_rank_busy_s,
+            "unique_id_fraction": self._seen.take_fraction(),
+            "eta_s": (self.cfg.total_steps - step) * self.throughput.mean_step_s(),
+        }

@@ -40,7 +40,7 @@ EVENTS: dict[str, dict[str, str]] = {
         "layout": "ranks along tp, pp, cp, dp, gate group; micro-batches",
         "active_params": "parameters without gating tables",
         "gate_table_params": "parameters of the gating tables",
-        "predicted_memory_mib": "of the rank that needs most, by part; null on a CPU",
+        "predicted_memory_mib": "of the rank that needs most, by part; null on a CPU without /proc",
     },
     "step": {
         "step": "optimizer steps done",

@@ -16,6 +16,7 @@ from egmla_megatron.data.batch import Batch
 from egmla_megatron.errors import UserError
 from egmla_megatron.model.count import count_parameters
 from egmla_megatron.parallel.liveness import COMPUTING, PeerWatch
+from egmla_megatron.report.cpu_memory import predict_resident_mib
 from egmla_megatron.report.memory import worst_stage
 from egmla_megatron.train.metrics import Phases, memory_of
 from egmla_megatron.train.profiler import StepProfiler
@@ -29,9 +30,16 @@ __all__ = ["Trainer"]
 
 
 class Trainer:
-    """Runs a prepared run to its end, to a stop request, or to an error the user must see."""
+    """Runs a prepared run to its end, to a stop request, or to an error the user must see.
 
-    def __init__(self, run: Prepared, sinks: Sinks, stop: StopRequest, watch: PeerWatch) -> None:
+    Args:
+        process_mib: resident memory of the process before the model was built, for the prediction on CPUs.
+    """
+
+    def __init__(
+        self, run: Prepared, sinks: Sinks, stop: StopRequest, watch: PeerWatch, process_mib: float | None
+    ) -> None:
+        self.process_mib = process_mib
         self.run_, self.cfg, self.world = run, run.cfg, run.world
         self.sinks, self.stop, self.watch = sinks, stop, watch
         self.step = run.start_step  # optimizer steps done
@@ -209,9 +217,11 @@ class Trainer:
         )
 
     def _predicted_memory_mib(self) -> dict[str, float] | None:
-        """Of the rank that needs most, by part; None on a CPU, whose memory holds much else."""
+        """Of the rank that needs most, by part; None on a CPU where the process itself cannot be measured."""
         if self.world.device.type != "cuda":
-            return None
+            if self.process_mib is None:
+                return None
+            return predict_resident_mib(self.cfg, self.world.layout, self.process_mib)
         te, triton = self.run_.built.implementation == "te", self.run_.built.kernels == "triton"
         _, memory = worst_stage(self.cfg, self.world.layout, te=te, triton=triton)
         return {name: size / 2**20 for name, size in (asdict(memory) | {"total": memory.total}).items()}

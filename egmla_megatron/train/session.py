@@ -13,6 +13,7 @@ from egmla_megatron.errors import UserError
 from egmla_megatron.parallel.child_processes import kill_children, stop_with_launcher
 from egmla_megatron.parallel.liveness import PeerWatch
 from egmla_megatron.parallel.world import close_world, open_world
+from egmla_megatron.report.cpu_memory import resident_mib
 from egmla_megatron.train.loop import Trainer
 from egmla_megatron.train.setup import prepare
 from egmla_megatron.train.signals import StopRequest
@@ -33,6 +34,7 @@ def train(cfg: RunConfig, layout: Layout) -> int:
         UserError: something the user can mend; nothing that was saved is lost.
     """
     stop_with_launcher()
+    process_mib = resident_mib()
     world = open_world(cfg, layout)
     watch = PeerWatch(
         world.store, world.rank, world.size, cfg.train.peer_timeout_s, stall_s=_STALL * cfg.train.collective_timeout_s
@@ -42,7 +44,7 @@ def train(cfg: RunConfig, layout: Layout) -> int:
         run = prepare(cfg, world)
         stop = StopRequest()  # not before: until then there is nothing to save, and a signal simply ends the process
         sinks = open_sinks(cfg, is_first=world.is_first)
-        code = Trainer(run, sinks, stop, watch).run()
+        code = Trainer(run, sinks, stop, watch, process_mib).run()
     except torch.OutOfMemoryError as error:
         raise UserError(
             f"memory: rank {world.rank} ran out of GPU memory ({str(error).splitlines()[0][:160]}); lower "

@@ -37,6 +37,8 @@ VARIANTS = {
         "torch": ("parallel.implementation=torch",),
         "graph": ("train.cuda_graph=true",),
         "no_fused_grads": ("parallel.fused_grad_accumulation=false",),
+        "own_master_weights": ("optimizer.fused_master_weights=false",),
+        "fp8": ("train.fp8=tensorwise",),
         "recompute": ("train.recompute=full",),
         # what reporting costs: base+reported beside base; its step times alone: reported+no_step_times
         "reported": (),

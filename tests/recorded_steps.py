@@ -13,7 +13,8 @@ from egmla_megatron.config.schema import RunConfig
 
 __all__ = ["RecordedStep", "recorded_steps"]
 
-BEFORE = ["parallel.unique_ids=false"]  # runs before distinct ids and kernels
+OWN_MASTER_WEIGHTS = "optimizer.fused_master_weights=false"  # of megatron-core, in all runs before speed_one_gpu.json
+BEFORE = ["parallel.unique_ids=false", OWN_MASTER_WEIGHTS]  # runs before distinct ids and kernels
 LAYOUTS = {  # end of a name in layouts_two_gpus.json -> settings
     "gate_group_2_overlap_grad_reduce_true_overlap_param_gather_true": ["parallel.gate_group=2"],
     "pipeline_2": [
@@ -51,6 +52,7 @@ def recorded_steps(root: Path) -> Iterator[RecordedStep]:
     yield from _layouts(read("layouts_two_gpus"))
     yield from _graphs(read("kernels_and_graphs"))
     yield from _sharding(read("sharding_two_gpus"))
+    yield from _one_gpu(read("speed_one_gpu"))
 
 
 def _first_runs(record: Any) -> Iterator[RecordedStep]:
@@ -76,25 +78,28 @@ def _layouts(record: Any) -> Iterator[RecordedStep]:
 
 def _graphs(record: Any) -> Iterator[RecordedStep]:
     for row in record["kernels"]["rows"]:
-        cfg = load_config("pretrain_base", ["train.global_batch_size=8", "train.cuda_graph=true"])
+        cfg = load_config("pretrain_base", ["train.global_batch_size=8", "train.cuda_graph=true", OWN_MASTER_WEIGHTS])
         triton = row["kernels"] == "triton"
         name = f"graph {row['kernels']} {'fused' if row.get('fused_grad_accumulation') else ''}"
         yield RecordedStep(name, cfg, 1, "h200", True, triton, None, False, row["step_ms_median"])
     for ranks, kind in ((1, "one_gpu"), (2, "two_gpus_W2")):
         for how in ("eager", "graph"):
             settings = ["train.global_batch_size=16", f"train.cuda_graph={str(how == 'graph').lower()}"]
-            cfg = load_config("pretrain_base", [*settings, f"parallel.gate_group={ranks}"])
+            cfg = load_config("pretrain_base", [*settings, f"parallel.gate_group={ranks}", OWN_MASTER_WEIGHTS])
             ms = 16 * 1024 / record["trainer_cuda_graph"][kind][f"{how}_tokens_per_second"] * 1e3
             yield RecordedStep(f"trainer {kind} {how}", cfg, ranks, "h200", True, False, None, False, ms)
 
 
 def _sharding(record: Any) -> Iterator[RecordedStep]:
     for result in record["results"]:
+        if "unsteady" in result.get("note", ""):
+            continue
         given = result["settings"]
         sharded, overlap = (str(given[key]).lower() for key in ("distributed_optimizer", "overlap"))
         common = [
             "train.global_batch_size=16",
             f"optimizer.distributed={sharded}",
+            f"parallel.grad_reduce_dtype={given['gradients']}",
             f"parallel.overlap_grad_reduce={overlap}",
             f"parallel.overlap_param_gather={str(given['distributed_optimizer'] and given['overlap']).lower()}",
             f"train.cuda_graph={str('cuda_graph=true' in result['command']).lower()}",
@@ -105,14 +110,31 @@ def _sharding(record: Any) -> Iterator[RecordedStep]:
             settings = [f"parallel.gate_group={row['gate_group']}", f"parallel.unique_ids={str(unique).lower()}"]
             if "all_gather" in variant:
                 settings.append("parallel.gate_exchange=all_gather")
+            if "in_place" not in result["name"]:
+                settings.append(OWN_MASTER_WEIGHTS)
             yield RecordedStep(
                 name=f"{result['name']} {variant}",
                 cfg=load_config("pretrain_base", [*common, *settings]),
                 ranks=2,
                 card="h200",
                 te=given["implementation"] == "te",
-                triton=result["name"].startswith("kernels_"),
+                triton=result["name"].startswith(("kernels_", "zipf_")),
                 link_gb_per_s=result["link"]["gb_per_s"],
                 one_gpu_nodes=result["link_kind"] != "nvlink",
                 step_ms=row["step_ms_median"],
             )
+
+
+def _one_gpu(record: Any) -> Iterator[RecordedStep]:
+    for title, rows in record["bench_train"].items():
+        if not title.startswith("pretrain"):
+            continue
+        config, _, rest = title.partition(",")
+        batch = 8 * (int(rest.split()[0]) if rest else 1)
+        for row in rows:
+            if row["reported"] or "train.fp8=tensorwise" in row["settings"]:
+                continue  # steps as those of the first row; the estimate knows no FP8
+            settings = [f"train.global_batch_size={batch}", "train.cuda_graph=true", *row["settings"]]
+            cfg = load_config(config, settings)
+            name = f"{title} {row['variant']}"
+            yield RecordedStep(name, cfg, 1, "h200", True, True, None, False, row["step_ms_median"])

@@ -24,11 +24,14 @@ __all__ = ["StepTime", "estimate_step", "link_seconds", "missing_for_estimate"]
 MOST_OF_PEAK, HALF = 0.95, 500
 COPY_EFFICIENCY = 0.87  # a copy reaches 4157 of 4800 GB/s (kernels_and_graphs.json)
 PASSES = 6.0  # times that a byte saved for backward goes through memory
-OPTIMIZER_BYTES = 50.0  # read and written for a parameter: sums, norm, clipping, Adam, the weight
+# read and written for a parameter: sums, norm, clipping, Adam, the weight; with master weights inside Adam 6 less
+OPTIMIZER_BYTES, FUSED_BYTES = 50.0, 44.0
 # kernels too small for any bandwidth, ms of a layer and micro-batch: all others; heads and RoPE, and gate, norm and sum
 # by row, where our kernels do not compute them
 SMALL_KERNELS_MS, HEADS_MS, GATE_MS = 0.35, 0.45, 0.25
-OPTIMIZER_HOST_MS = 5.3  # of a step: 29.0 ms where the GPU computes for 23.7 (kernels_and_graphs.json)
+# of a step: 29.0 ms where the GPU computes for 23.7 (kernels_and_graphs.json), with master weights inside Adam 2.6 less
+# (25.1 instead of 27.7 ms, speed_one_gpu.json)
+OPTIMIZER_HOST_MS, FUSED_HOST_MS = 5.3, 2.7
 
 # The host without a CUDA graph: ms of a layer and micro-batch (forward and backward), and of a step beyond that; fitted
 # to all steps that were launched by the host.
@@ -124,8 +127,14 @@ def _of_stage(
     network = sum(seconds for _, seconds in times)
     exposed = network - hidden
     bubble = (layout.pp - 1) / layout.vp * busy
-    optimizer = _optimizer_bytes(cfg, layout, stage) / (card.memory_gb_per_s * COPY_EFFICIENCY * 1e9)
-    rest = (OPTIMIZER_HOST_MS if graph else HOST_STEP_MS) / 1e3
+    fused = te and cfg.optimizer.fused_master_weights and cfg.optimizer.distributed
+    optimizer = (
+        (FUSED_BYTES if fused else OPTIMIZER_BYTES)
+        * _updated_parameters(cfg, layout, stage)
+        / (card.memory_gb_per_s * COPY_EFFICIENCY * 1e9)
+    )
+    in_graph = FUSED_HOST_MS if fused else OPTIMIZER_HOST_MS
+    rest = (in_graph if graph else HOST_STEP_MS) / 1e3
     host = rest if graph else count * one.host + rest
     matrix, memory, small = count * one.matrix, count * one.memory + optimizer, count * one.small
     step = count * busy + bubble + exposed + optimizer + rest
@@ -177,11 +186,11 @@ def _flops(cfg: RunConfig, layout: Layout, tokens: int, *, last: bool) -> float:
     return ((3 * sum(parts.values()) + repeated) / layout.pp + 3 * head * last) / layout.tp
 
 
-def _optimizer_bytes(cfg: RunConfig, layout: Layout, stage: int) -> float:
+def _updated_parameters(cfg: RunConfig, layout: Layout, stage: int) -> float:
     dense, tables = parameters_of_rank(cfg, layout, stage)
     if cfg.optimizer.distributed:
-        return OPTIMIZER_BYTES * (dense / (layout.dp * layout.cp) + tables / layout.gate_data_parallel)
-    return OPTIMIZER_BYTES * (dense + tables)
+        return dense / (layout.dp * layout.cp) + tables / layout.gate_data_parallel
+    return dense + tables
 
 
 def _hidden(cfg: RunConfig, times: list[tuple[Collective, float]], busy: float) -> float:

@@ -62,18 +62,28 @@ def test_kernels_and_distinct_ids_on_gpus(root: Path) -> None:
         _close(predicted, row["peak_mib"], row["kernels"])
     checked = 0
     for result in _records(root, "sharding_two_gpus")["results"]:
-        if not result["name"].startswith("kernels_"):
+        if not result["name"].startswith(("kernels_", "zipf_")):
             continue
         sharded = str(result["settings"]["distributed_optimizer"]).lower()
         for row in result["rows"]:
             settings = [f"optimizer.distributed={sharded}", f"parallel.overlap_param_gather={sharded}"]
             settings += [f"parallel.gate_group={row['gate_group']}"]
+            settings += [f"parallel.grad_reduce_dtype={result['settings']['gradients']}"]
             settings += BEFORE if "unique" not in row["variant"] and row["variant"] == "vanilla" else []
             settings += BEFORE if row["variant"].endswith("no_unique") else []
             predicted = _predicted_mib("pretrain_base", 2, settings, te=True, triton=True)
             _close(predicted, row["peak_mib"], f"{result['name']} {row['variant']}")
             checked += 1
     assert checked >= 8
+
+
+def test_one_gpu(root: Path) -> None:
+    measured = _records(root, "speed_one_gpu")["bench_train"]
+    for title, rows in measured.items():
+        for row in rows if title.startswith("pretrain") else ():
+            graph = ["train.cuda_graph=true", *row["settings"]]
+            predicted = _predicted_mib(title.partition(",")[0], 1, graph, te=True, triton=True)
+            _close(predicted, row["peak_mib"], f"{title} {row['variant']}")
 
 
 WIDE = ModelConfig(

@@ -40,9 +40,9 @@ def test_every_measured_step(root: Path) -> None:
         assert abs(error) < WORST[how], step.name
         if step.one_gpu_nodes:
             assert found.limited_by == "network"
-        elif "Base" in step.name or "pretrain_base" in step.name:
+        elif how == "eager" and ("Base" in step.name or "pretrain_base" in step.name):
             assert found.limited_by == "host launches"
-    assert (len(errors["graph"]), len(errors["eager"])) == (25, 39)
+    assert (len(errors["graph"]), len(errors["eager"])) == (44, 39)
     for how, found_errors in errors.items():
         assert fmean(map(abs, found_errors)) < MEAN[how]
         assert abs(fmean(found_errors)) < 0.02  # neither too fast nor too slow on the whole

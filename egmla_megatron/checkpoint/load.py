@@ -29,7 +29,7 @@ from egmla_megatron.model.build import BuiltModel
 from egmla_megatron.parallel.world import World, seed_everything
 from egmla_megatron.train.optimizer import adopt_hyperparameters, loading_states
 
-__all__ = ["load_checkpoint", "load_weights", "read_full_weights"]
+__all__ = ["load_checkpoint", "load_weights", "read_full_weights", "read_weights"]
 
 READ_ERRORS: tuple[type[BaseException], ...] = (
     CheckpointException,
@@ -53,7 +53,7 @@ def load_checkpoint(
     manifest = read_manifest(path)
     check_compatible(cfg, path, manifest, data_fingerprint)
     if manifest.weights_only:
-        load_weights(built, _read({"model": model_state(built, world)}, path)["model"], path)
+        read_weights(built, world, path)
         optimizer.reload_model_params()  # its fp32 copies
         seed_everything(cfg.run.seed + manifest.step, world)
         return manifest
@@ -74,6 +74,11 @@ def load_checkpoint(
     else:
         seed_everything(cfg.run.seed + manifest.step, world)
     return manifest
+
+
+def read_weights(built: BuiltModel, world: World, path: Path) -> None:
+    """Weights alone, of a checkpoint of any layout. Every rank calls it."""
+    load_weights(built, _read({"model": model_state(built, world)}, path)["model"], path)
 
 
 def _read(state: dict[str, Any], path: Path) -> Any:

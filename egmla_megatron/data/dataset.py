@@ -21,7 +21,7 @@ from egmla_megatron.data.index_cache import cache_key, helper_command, index_fol
 from egmla_megatron.data.tokenizer import TokenIds
 from egmla_megatron.errors import UserError
 
-__all__ = ["Datasets", "build_datasets", "build_split", "epoch_index", "micro_batch_indices"]
+__all__ = ["Datasets", "build_datasets", "build_split", "build_validation", "epoch_index", "micro_batch_indices"]
 
 
 @dataclass(frozen=True)
@@ -106,12 +106,17 @@ def build_datasets(cfg: RunConfig) -> Datasets:
         UserError: too little data, a cache that cannot be written.
     """
     train = _build(cfg, 0)
-    valid = _build(cfg, 1) if cfg.data.valid else None
+    valid = build_validation(cfg) if cfg.data.valid else None
     names = list(map(_stem, cfg.data.train))
     contents = [_content(prefix) for prefix in parse_blend(cfg.data.train, _KEYS[0])[0]]
     facts = [names, cfg.train.seq_length, cfg.run.seed, len(train), _wanted(cfg, 0), resolve_eod(cfg), contents]
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     return Datasets(train, valid, digest)
+
+
+def build_validation(cfg: RunConfig) -> Any:
+    """The validation split alone. Called by every rank."""
+    return _build(cfg, 1)
 
 
 def _stem(entry: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-JOBS = ("pretrain_1b2", "pretrain_base", "ablation", "bench_sharding")
+JOBS = ("pretrain_1b2", "pretrain_base", "ablation", "bench_sharding", "evaluate")
 
 # prints its arguments one to a bracket; `fit` answers with an override
 _PYTHON = """#!/bin/bash
@@ -91,7 +91,7 @@ def test_jobs_differ_in_little_and_name_no_site(root: Path) -> None:
         options = set(re.findall(r"^#SBATCH (--[a-z-]+)", text, re.MULTILINE))
         assert not options & {"--account", "--partition", "--qos", "--constraint", "--nodelist", "--reservation"}
         assert "--ntasks-per-node" not in options  # with it --nodes=2-4 gives two
-        if name != "bench_sharding":
+        if name not in ("bench_sharding", "evaluate"):  # nothing to save
             assert {"--signal", "--requeue", "--open-mode"} <= options
     assert len(blocks) == 1
 
@@ -280,3 +280,13 @@ def test_the_benchmark_starts_its_ranks_both_ways(desk: Desk) -> None:
     code, _, err = desk.run("bench_sharding.sh", "--json", "a b.json")
     assert code == 0 and "srun" not in err and f"[--nproc-per-node] [2] [--standalone] {tool}" in err
     assert desk.run("bench_sharding.sh", "--help")[2] == f"python [{desk.root}/tools/bench_sharding.py] [--help]\n"
+
+
+def test_evaluate(desk: Desk) -> None:
+    wanted = ("ppl", "my run", "--data", "a b", "parallel.tensor=2")
+    tool = f"[{desk.root}/tools/evaluate.py] [ppl] [my run] [--data] [a b] [parallel.tensor=2]"
+    code, _, err = desk.run("evaluate.sh", *wanted, **desk.slurm("x"))
+    assert code == 0 and tool in err and "--nnodes" in err
+    code, _, err = desk.run("evaluate.sh", *wanted)
+    assert code == 0 and tool in err and "--standalone" in err
+    assert desk.run("evaluate.sh", "ppl", "--help")[2].startswith(f"python [{desk.root}/tools/evaluate.py]")

@@ -45,6 +45,7 @@ class Trainer:
         self.step = run.start_step  # optimizer steps done
         self.bad_steps = 0  # steps without an update in a row
         self.skipped_total = 0
+        self.has_states = run.optimizer_has_states
         self.phases = Phases()
         self.reporter = StepReporter(self.cfg, self.world, run.model, sinks)
         self.profiler = StepProfiler(self.cfg, self.world.rank, self.world.device, self.step, self._on_profiled)
@@ -121,6 +122,7 @@ class Trainer:
     def _count_bad_steps(self, result: StepResult) -> None:
         self.bad_steps = 0 if result.applied else self.bad_steps + 1
         self.skipped_total += not result.applied
+        self.has_states = self.has_states or result.applied
         if self.bad_steps >= self.cfg.train.max_bad_steps:
             self.saver.finish()
             raise UserError(
@@ -137,11 +139,17 @@ class Trainer:
         minutes = self.cfg.checkpoint.interval_minutes
         return self.world.is_first and 0 < minutes <= (time.monotonic() - self.saved_at) / 60
 
-    def _save(self) -> None:
+    def _save(self) -> bool:
+        """Whether there was something to save: before the first update the optimizer has no states, and a new start
+        is at the same point."""
+        self.saved_at = time.monotonic()
+        if not self.has_states:
+            return False
         self.watch.doing = "saving"
         with self.phases.of("checkpoint"):
             self.saver.save(self.step)
         self.saved_at = time.monotonic()
+        return True
 
     def _on_saved(self, step: int, path: Path, seconds: float) -> None:
         self.sinks.write("checkpoint", {"step": step, "path": str(path), "seconds": seconds})
@@ -166,14 +174,14 @@ class Trainer:
         self.sinks.write("eval", event)
 
     def _finish(self, signal: int) -> int:
+        saved = bool(signal or self.cfg.checkpoint.at_end) and self._save()
         if signal:
-            reason = f"stopped by signal {signal}, saved; start again to resume"
+            what = "saved" if saved else "with nothing to save before the first update"
+            reason = f"stopped by signal {signal}, {what}; start again to resume"
         elif self.step < self.cfg.total_steps:
             reason = "train.exit_after_steps reached"
         else:
             reason = "done"
-        if signal or self.cfg.checkpoint.at_end:
-            self._save()
         if not signal:  # after a signal seconds count: save, nothing else
             self._evaluate_if_due(final=self.step >= self.cfg.total_steps)
         with self.phases.of("checkpoint"):

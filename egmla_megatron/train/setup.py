@@ -40,6 +40,7 @@ class Prepared:
     datasets: Datasets
     start_step: int  # optimizer steps done before
     resumed_from: str  # checkpoint folder, empty: a fresh start
+    optimizer_has_states: bool  # loaded; else it makes them in its first step
     lock: IO[str] | None = None  # on rank 0: holds the run folder as long as it is open
 
 
@@ -56,9 +57,10 @@ def prepare(cfg: RunConfig, world: World) -> Prepared:
     built = build_model(cfg, world)
     model = wrap_ddp(cfg, built, world)
     optimizer = build_optimizer(cfg, model, built)
-    start = 0
+    start, has_states = 0, False
     if checkpoint is not None:
-        start = load_checkpoint(cfg, world, built, optimizer, checkpoint, datasets.fingerprint).step
+        manifest = load_checkpoint(cfg, world, built, optimizer, checkpoint, datasets.fingerprint)
+        start, has_states = manifest.step, not manifest.weights_only
     if world.is_first:
         write_config(cfg)  # not before: a refused start leaves the configuration of the run that is there
     return Prepared(
@@ -71,6 +73,7 @@ def prepare(cfg: RunConfig, world: World) -> Prepared:
         datasets=datasets,
         start_step=start,
         resumed_from=str(checkpoint or ""),
+        optimizer_has_states=has_states,
         lock=lock,
     )
 

@@ -121,6 +121,19 @@ def continued(tmp_path: Path, trained: Path, name: str = "run") -> tuple[Path, P
     return config, run
 
 
+def test_a_run_without_a_single_update_has_nothing_to_save(tmp_path: Path) -> None:
+    """Its optimizer has no states yet, and a checkpoint without them could not be loaded."""
+    checkpoint = {"interval_steps": 1, "at_end": True}
+    for distributed in (True, False):
+        optimizer = {"distributed": distributed}
+        name = f"run_{distributed}"
+        config, run = write_run(tmp_path, name, train={"max_bad_steps": 3}, checkpoint=checkpoint, optimizer=optimizer)
+        job = start_trainer(1, tmp_path / "log", config, "model.init_std=1e30")
+        assert job.wait() == 2
+        assert "3 steps in a row gave no finite gradient" in job.output and "Traceback" not in job.output
+        assert list((run / "checkpoints").glob("*")) == []
+
+
 def test_steps_that_are_not_finite_are_skipped_then_stop_the_run(tmp_path: Path, trained: Path) -> None:
     config, run = continued(tmp_path, trained)
     overrides = ["train.steps=50", "train.max_bad_steps=3", "optimizer.lr=1e30", "checkpoint.interval_steps=1"]

@@ -14,6 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from egmla_megatron.cli import CommandParser, run_main
+from egmla_megatron.errors import UserError
 from egmla_megatron.report.write import write_comparison, write_report
 
 
@@ -22,6 +23,10 @@ def main() -> None:
     parser.add_argument("run_dirs", nargs="+", metavar="RUN_DIR")
     parser.add_argument("--out", help="folder of the comparison (default: the folder that holds the first run)")
     arguments = parser.parse_args()
+    if arguments.out and len(arguments.run_dirs) == 1:
+        raise UserError(
+            f"--out: got {arguments.out} with one run, allowed with two or more (a comparison); leave it out"
+        )
     for run_dir in arguments.run_dirs:
         written = write_report(run_dir)
     if len(arguments.run_dirs) > 1:

@@ -51,11 +51,11 @@ def plot_throughput(metrics: RunMetrics, path: Path) -> None:
     figure = Figure(figsize=(8, 6.5), dpi=150, layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
     steps, speeds = _series(metrics.steps, "tokens_per_second")
-    above.plot(steps, speeds, color=_COLOURS[0], linewidth=1.0, label="every step")
+    above.plot(steps, speeds, color=_COLOURS[0], linewidth=1.0, label="every logged step")
     steady = _series(metrics.steady_steps(), "tokens_per_second")[1]
     if steady:
         median = statistics.median(steady)
-        label = f"median {median:,.0f} (n={len(steady)}, without warm-up steps)"
+        label = f"median {median:,.0f} (n={len(steady)}, without warm-up and profiled steps)"
         above.axhline(median, color=_COLOURS[1], linestyle="--", linewidth=1.4, label=label)
     above.set_ylabel("tokens per second, all ranks")
     above.set_title(f"{metrics.name}: throughput and memory")
@@ -63,7 +63,8 @@ def plot_throughput(metrics: RunMetrics, path: Path) -> None:
     below.set_ylabel("peak memory per rank (MiB)")
     for axes in (above, below):
         _mark_restarts(axes, metrics)
-        axes.set_ylim(0, 1.15 * axes.dataLim.y1)
+        if math.isfinite(axes.dataLim.y1):  # else there is no such number in any line
+            axes.set_ylim(0, 1.15 * axes.dataLim.y1)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
         _dress(axes)
         axes.legend(loc="lower right", framealpha=0.9, edgecolor="none")

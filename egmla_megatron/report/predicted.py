@@ -23,6 +23,9 @@ _RESTS_ON = (
 def prediction(metrics: RunMetrics) -> str:
     """Memory, speed and distinct ids of the last start as planned, as measured, and the error."""
     start = metrics.starts[-1] if metrics.starts else {}
+    metrics = metrics.last_start()
+    if not metrics.steps:
+        return "The last start has no finished step."
     summary = summarize(metrics)
     rows: list[tuple[str, float | None, float | None, str, float]] = []
     memory = (start.get("predicted_memory_mib") or {}).get("total")

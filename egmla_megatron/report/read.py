@@ -7,17 +7,22 @@ what an earlier start had done beyond that was lost with it, and leaves the curv
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from egmla_megatron.config.load import load_config
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.errors import UserError
+from egmla_megatron.train.events import EVENTS
 
 __all__ = ["RunMetrics", "evaluation_at", "read_run"]
 
 Record = dict[str, Any]
+_NUMBERS = {
+    name for kind in ("step", "eval") for name in EVENTS[kind] if name not in ("skipped", "slowest_node")
+}  # fmt: skip
 
 
 @dataclass
@@ -32,12 +37,13 @@ class RunMetrics:
     checkpoints: list[Record] = field(default_factory=list)
     ends: list[Record] = field(default_factory=list)
     lost_steps: int = 0  # steps whose work a restart threw away
-    torn_lines: int = 0  # lines cut short by a crash
+    torn_lines: int = 0  # lines cut short by a crash, or not of a run
+    label: str = ""  # where several runs have one name
 
     @property
     def name(self) -> str:
         """Label of the run."""
-        return self.config.run.name
+        return self.label or self.config.run.name
 
     @property
     def restarts(self) -> list[Record]:
@@ -45,10 +51,26 @@ class RunMetrics:
         return self.starts[1:]
 
     def steady_steps(self) -> list[Record]:
-        """Steps that count in the throughput: without the first `logging.warmup_steps` after each start."""
+        """Steps that count in the throughput: without the first `logging.warmup_steps` after each start, and those
+        that were profiled (the one before them prepares the profiler)."""
         warmup = self.config.logging.warmup_steps
-        cold = [start.get("step", 0) for start in self.starts] or [0]
-        return [step for step in self.steps if not any(begun < step["step"] <= begun + warmup for begun in cold)]
+        slow = [(start.get("step", 0), start.get("step", 0) + warmup) for start in self.starts] or [(0, warmup)]
+        if self.config.profile.steps:
+            first, last = self.config.profile.steps
+            slow.append((first - 2, last))
+        return [step for step in self.steps if not any(begin < step["step"] <= end for begin, end in slow)]
+
+    def steps_of_lines(self) -> list[int]:
+        """For each line of `steps` the steps since the one before: those without a line took as long as this one."""
+        numbers = [step["step"] for step in self.steps]
+        return [now - before for before, now in pairwise([0, *numbers])]
+
+    def last_start(self) -> RunMetrics:
+        """The steps since the last start alone: another start may have had other ranks."""
+        if len(self.starts) < 2:
+            return self
+        begun = self.starts[-1].get("step", 0)
+        return replace(self, starts=self.starts[-1:], steps=[step for step in self.steps if step["step"] > begun])
 
 
 def read_run(run_dir: str | Path) -> RunMetrics:
@@ -87,12 +109,20 @@ def evaluation_at(run_dir: str | Path, step: int) -> Record | None:
 
 
 def _parse(line: str) -> Record | None:
-    """Returns the line's object, None when the line was cut short."""
+    """Returns the line's object, None when the line was cut short or is of no run."""
     try:
         record = json.loads(line)
     except ValueError:
         return None
-    return record if isinstance(record, dict) and "kind" in record else None
+    if not isinstance(record, dict) or "kind" not in record:
+        return None
+    counted = record["kind"] not in ("step", "eval") or _is_number(record.get("step"))
+    numbers = all(_is_number(value) for name, value in record.items() if name in _NUMBERS and value is not None)
+    return record if counted and numbers else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _add(metrics: RunMetrics, steps: dict[int, Record], evals: dict[int, Record], record: Record) -> None:

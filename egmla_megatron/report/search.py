@@ -32,17 +32,19 @@ class Found:
 
 
 def search_layouts(cfg: RunConfig, gpus: int, card: Card, cluster: Cluster, *, te: bool, triton: bool) -> list[Found]:
-    """All that fit, by estimated tokens per second, the fastest first.
+    """All that fit, by estimated tokens per second, the fastest first. UserError where no layout is possible at all.
 
     Where that is not known: what computes nothing twice, then the least model parallelism, then the largest gate group
     (faster than replicated tables wherever it was measured), then the largest micro-batch.
     """
-    found = []
+    found, refused, workable = [], None, False
     for settings, candidate in _candidates(cfg, gpus):
         try:
             layout = check_config(candidate, gpus)
-        except UserError:
+        except UserError as error:
+            refused = refused or error
             continue  # does not divide something
+        workable = True
         total = worst_stage(candidate, layout, te=te, triton=triton)[1].total / 2**30
         if total > card.memory_gib * USABLE:
             continue
@@ -51,6 +53,8 @@ def search_layouts(cfg: RunConfig, gpus: int, card: Card, cluster: Cluster, *, t
             step = estimate_step(candidate, layout, card, cluster, te=te, triton=triton)
             rate, limit = cfg.train.global_batch_size * cfg.train.seq_length / step.step_s, step.limited_by
         found.append(Found(settings, layout, total, rate, limit))
+    if refused is not None and not workable:
+        raise refused
     return sorted(found, key=_rank)
 
 

@@ -87,9 +87,14 @@ def summarize(metrics: RunMetrics) -> Summary:
         best_val_loss=best["val_loss"] if best else None,
         best_val_step=best["step"] if best else None,
         skipped=sum(bool(record.get("skipped")) for record in metrics.steps),
-        training_time_s=sum(finite(metrics.steps, "step_time_s")),
+        training_time_s=sum(
+            steps * sum(finite([step], "step_time_s"))
+            for step, steps in zip(metrics.steps, metrics.steps_of_lines(), strict=True)
+        ),
         peak_memory_mib=max(memory, default=None),
-        peak_memory_rank=last.get("peak_memory_rank"),
+        peak_memory_rank=max(metrics.steps, key=lambda step: step.get("peak_memory_mib") or 0.0).get(
+            "peak_memory_rank"
+        ),
         reserved_memory_mib=max(finite(metrics.steps, "reserved_memory_mib"), default=None),
         unique_id_fraction=statistics.fmean(shares) if shares else None,
         tokens_per_second=spread(finite(steady, "tokens_per_second")),

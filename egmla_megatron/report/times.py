@@ -73,13 +73,12 @@ def spent(metrics: RunMetrics) -> str:
 
 def _from_lines(metrics: RunMetrics) -> dict[str, float]:
     steady = {step["step"] for step in metrics.steady_steps()}
-    every = metrics.config.logging.interval_steps  # steps between lines took as long as those that have one
     times = {True: 0.0, False: 0.0}
-    for step in metrics.steps:
-        times[step["step"] in steady] += every * sum(finite([step], "step_time_s"))
+    for step, steps in zip(metrics.steps, metrics.steps_of_lines(), strict=True):
+        times[step["step"] in steady] += steps * sum(finite([step], "step_time_s"))
     return {
         "steps that count": times[True],
-        "warm-up steps": times[False],
+        "warm-up and profiled steps": times[False],
         "evaluations": sum(finite(metrics.evals, "seconds")),
         "checkpoints (with what was written in the background)": sum(finite(metrics.checkpoints, "seconds")),
     }

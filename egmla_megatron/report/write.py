@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from html import escape
 from pathlib import Path
 
 from egmla_megatron.errors import UserError
+from egmla_megatron.folders import refuse_unwritable
 from egmla_megatron.report import predicted, tables, times
 from egmla_megatron.report.html import to_html
 from egmla_megatron.report.plots import plot_comparison, plot_loss, plot_parts, plot_throughput
@@ -22,6 +24,7 @@ def write_report(run_dir: str | Path) -> Path:
     Raises UserError when the folder holds no run.
     """
     metrics = read_run(run_dir)
+    refuse_unwritable("RUN_DIR", metrics.run_dir)
     plot_loss(metrics, metrics.run_dir / "loss.png")
     plot_throughput(metrics, metrics.run_dir / "throughput.png")
     plot_parts(metrics, metrics.run_dir / "step_time.png")
@@ -34,6 +37,8 @@ def write_comparison(run_dirs: Sequence[str | Path], out: str | Path) -> Path:
         raise UserError(f"comparison: got {len(run_dirs)} run; allowed: two or more run folders")
     runs = [read_run(run_dir) for run_dir in run_dirs]
     folder = Path(out)
+    refuse_unwritable("--out", folder)
+    _tell_apart(runs)
     folder.mkdir(parents=True, exist_ok=True)
     plot_comparison(runs, folder / "comparison.png", over="tokens")
     plot_comparison(runs, folder / "comparison_time.png", over="time")
@@ -45,12 +50,22 @@ def write_comparison(run_dirs: Sequence[str | Path], out: str | Path) -> Path:
     return _write_both(folder / "comparison.md", text, f"Comparison of {len(runs)} runs")
 
 
+def _tell_apart(runs: Sequence[RunMetrics]) -> None:
+    """Runs of one name get their folders behind it."""
+    names = [metrics.name for metrics in runs]
+    for metrics in runs:
+        if names.count(metrics.config.run.name) > 1:
+            metrics.label = f"{metrics.config.run.name} ({metrics.run_dir.resolve().name})"
+
+
 def _warning(runs: Sequence[RunMetrics]) -> str:
     """Losses in nats per token mean nothing beside each other when the tokens are not the same."""
-    kinds = {(metrics.config.data.tokenizer, metrics.config.model.vocab_size) for metrics in runs}
+    kinds = {
+        (os.path.normpath(metrics.config.data.tokenizer or ""), metrics.config.model.vocab_size) for metrics in runs
+    }
     if len(kinds) == 1:
         return ""
-    named = "; ".join(f"{name or 'not named'}, {size} ids" for name, size in sorted(kinds))
+    named = "; ".join(f"{name if name != '.' else 'not named'}, {size} ids" for name, size in sorted(kinds))
     return f"**Warning: these runs count different tokens ({named}); their losses cannot be compared.**\n\n"
 
 
@@ -59,12 +74,12 @@ def _report(metrics: RunMetrics) -> str:
     warmup = metrics.config.logging.warmup_steps
     split = times.split(metrics)
     parts = [
-        f"# {metrics.name}",
+        f"# {escape(metrics.name)}",
         "## Results",
         tables.results(summary),
         "![training and validation loss](loss.png)",
         "## Throughput",
-        f"The first {warmup} steps after each start do not count, nor do evaluations and checkpoints.",
+        f"The first {warmup} steps after each start do not count, nor do profiled steps, evaluations and checkpoints.",
         tables.throughput(summary),
         "![tokens per second and peak memory](throughput.png)",
         *(["## Where a step's time goes", split, "![parts of every step](step_time.png)"] if split else []),

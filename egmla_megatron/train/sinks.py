@@ -19,6 +19,9 @@ __all__ = ["Sinks", "format_duration", "open_sinks"]
 _STANDS_OUT = 1.2  # the slowest rank's work in a step / the fastest one's, from which the console names it
 
 
+_NOTICED = 0.05  # of the step, by which it must be behind as well
+
+
 class Sink(Protocol):
     """Takes one event: its kind, and values by name, as train/events.py lists them."""
 
@@ -45,7 +48,7 @@ def _ranks(layout: Mapping[str, Any]) -> str:
 def _straggler(e: Mapping[str, Any]) -> str:
     """Who it is, where it stands out."""
     slow, fast = e["slowest_rank_busy_s"], e["fastest_rank_busy_s"]
-    if slow is None or slow <= _STANDS_OUT * fast:
+    if slow is None or slow <= max(_STANDS_OUT * fast, fast + _NOTICED * e["step_time_s"]):
         return ""
     return (
         f"  slowest_rank {e['slowest_rank']} on {e['slowest_node']}, busy {slow * 1e3:.0f} ms, fastest {fast * 1e3:.0f}"
@@ -141,14 +144,19 @@ class TensorBoard:
     """RUN_DIR/tensorboard. One record an event: a call of add_scalar for every name would cost a step milliseconds."""
 
     def __init__(self, path: Path) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
         from torch.utils.tensorboard.writer import FileWriter
 
         self.summary: Any = Summary
+        self.event, self.log = Event, SessionLog
         self.writer: Any = FileWriter(str(path))
 
     def write(self, kind: str, event: Mapping[str, Any]) -> None:
-        """Record steps and evaluations."""
+        """Record steps and evaluations. A start takes back what an earlier one had done beyond it."""
+        if kind == "start":
+            began = self.event(session_log=self.log(status=self.log.START))
+            self.writer.add_event(began, event["step"] + 1)
         if kind in ("step", "eval"):
             values = [self.summary.Value(tag=name, simple_value=value) for name, value in _scalars(event).items()]
             self.writer.add_summary(self.summary(value=values), event["step"])

@@ -125,7 +125,7 @@ def test_time_of_a_run_that_never_said_how_it_ended(tmp_path: Path) -> None:
     records = [_start(0, None), *(_step(step, 5.0) for step in range(1, 11)), _eval(10, 4.0) | {"seconds": 1.5}]
     records.append({"kind": "checkpoint", "step": 10, "seconds": 0.5, "path": "x"})
     text = write_report(_run(tmp_path, records)).read_text()
-    assert "| steps that count | 3.5 | 50.0% |" in text and "| warm-up steps | 1.5 | 21.4% |" in text
+    assert "| steps that count | 3.5 | 50.0% |" in text and "| warm-up and profiled steps | 1.5 | 21.4% |" in text
     assert "| evaluations | 1.5 |" in text and "in the background) | 0.5 |" in text
     assert "part of a step" not in text and not (tmp_path / "step_time.png").exists()
 

@@ -54,7 +54,7 @@ def refuse_unwritable(name: str, folder: str | Path) -> None:
 
 
 def refuse_unwritable_file(name: str, path: Path) -> None:
-    """Refuse an output file that could not be written in a folder that is there. Reads only.
+    """Refuse an output file that could not be written in a folder that is there, leaving nothing behind.
 
     Raises:
         UserError: starts with `name`, the option that gave the file.
@@ -63,3 +63,5 @@ def refuse_unwritable_file(name: str, path: Path) -> None:
         raise UserError(f"{name}: got {path}, allowed a file in a folder that exists; make {path.parent}")
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise UserError(f"{name}: got {path}, allowed a file that can be written; name another")
+    if not path.exists():
+        refuse_unwritable(name, path.parent)

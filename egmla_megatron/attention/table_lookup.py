@@ -1,5 +1,8 @@
 """Reading rows of the gating tables, and their gradient added straight to the main gradient.
 
+megatron-core's DDP counts on one way for all micro-batches of a step: once a gradient was added to the main gradient by
+hand, it drops the others of that parameter. So every look-up under DDP adds by hand.
+
 A micro-batch reads a few percent of a table's rows. torch's gradient of an embedding is as large as the table: for
 the 1.2B model 1.2 GB that are zeroed, filled in a few places, added to the main gradient and freed, every micro-batch.
 """
@@ -32,9 +35,14 @@ class _LookUp(torch.autograd.Function):
         (ids_R,) = ctx.saved_tensors
         weight_VLC = ctx.weight
         main_VLC = weight_VLC.main_grad
-        parts = zip(ids_R.chunk(ctx.blocks), grad_RLC.to(main_VLC.dtype).chunk(ctx.blocks), strict=True)
-        for ids, grad in parts:  # ids of one block are distinct, so the order of additions is always the same
-            main_VLC.index_add_(0, ids, grad)
+        if ctx.blocks:
+            parts = zip(ids_R.chunk(ctx.blocks), grad_RLC.to(main_VLC.dtype).chunk(ctx.blocks), strict=True)
+            for ids, grad in parts:  # ids of one block are distinct, so the order of additions is always the same
+                main_VLC.index_add_(0, ids, grad)
+        else:
+            grad_RN = grad_RLC.flatten(1)
+            dense_VN = torch.ops.aten.embedding_dense_backward(grad_RN, ids_R, len(weight_VLC), -1, False)
+            main_VLC.add_(dense_VN.view_as(main_VLC))
         weight_VLC.grad_added_to_main_grad = True
         # DDP's hook, which runs behind this, wants to see a gradient and drops it: one element will do
         weight_VLC.grad = weight_VLC.new_empty(1).expand_as(weight_VLC)
@@ -50,11 +58,11 @@ def look_up(weight_VLC: Parameter, ids_R: Tensor, distinct_blocks: int) -> Tenso
     """Rows `ids_R` of the table [R,L,C].
 
     Args:
-        weight_VLC: the table. Under megatron-core's DDP (it has a `main_grad`) and with distinct ids, gradients are
-            added there; else they are a tensor like the table, as torch makes it.
+        weight_VLC: the table. Under megatron-core's DDP, whose hook it needs, it has a `main_grad`, to which gradients
+            are added; else they are a tensor like the table, as torch makes it.
         distinct_blocks: `ids_R` is so many blocks of equal length, the ids of each distinct but for padding, whose
-            gradients are zero; 0: ids may repeat.
+            gradients are zero; then nothing as large as the table is made. 0: ids may repeat.
     """
-    if distinct_blocks and getattr(weight_VLC, "main_grad", None) is not None:
+    if getattr(weight_VLC, "main_grad", None) is not None:
         return _LookUp.apply(weight_VLC, ids_R, distinct_blocks)
     return _rows(weight_VLC, ids_R)

@@ -26,6 +26,7 @@ from egmla_megatron.bench.table import markdown
 from egmla_megatron.bench.variants import Variant
 from egmla_megatron.config.load import to_dict
 from egmla_megatron.errors import UserError
+from egmla_megatron.parallel.agreement import agree_on
 from egmla_megatron.parallel.world import World, close_world, form_groups, open_world
 
 __all__ = ["run_ranks"]
@@ -34,6 +35,12 @@ __all__ = ["run_ranks"]
 def _say(world: World, text: str) -> None:
     if world.is_first:
         print(text, file=sys.stderr, flush=True)
+
+
+def _asked(options: BenchOptions) -> dict[str, Any]:
+    """What all ranks must have been asked for alike: a rank with other variants or rounds would wait for ever."""
+    outputs = ("json", "markdown", "plot")
+    return {name: str(value) for name, value in vars(options).items() if name not in outputs}
 
 
 def _measure_variant(plan: BenchPlan, variant: Variant, world: World, dataset: Any) -> list[Measurement]:
@@ -136,6 +143,7 @@ def run_ranks(plan: BenchPlan, command: Sequence[str]) -> int:
     options = plan.options
     first = options.variants[0]
     world = open_world(plan.configs[first], plan.layouts[first])
+    agree_on(world.store, world.rank, world.size, "command line", _asked(options), "start every rank with the same one")
     dataset = open_dataset(plan.base, plan.schedule.total)
     rows = rows_of_step(plan.base, dataset, plan.ranks, plan.schedule.counted_step)
     _say(world, f"{rows.tokens} tokens a rank and step, {rows.unique_fraction:.1%} of them distinct ids")

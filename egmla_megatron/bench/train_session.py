@@ -25,6 +25,7 @@ from egmla_megatron.config.check import Layout
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.model.count import flops_per_token
 from egmla_megatron.model.spec import choose_implementation, choose_kernels
+from egmla_megatron.parallel.agreement import agree_on
 from egmla_megatron.parallel.world import World, close_world, form_groups, open_world
 from egmla_megatron.report.memory import worst_stage
 from egmla_megatron.report.tables import markdown
@@ -52,6 +53,8 @@ def run_train_bench(bench: TrainBench, command: Sequence[str]) -> int:
     """Measure on all ranks that the launcher started; rank 0 prints a table and writes. Returns the exit code."""
     first = next(iter(bench.configs))
     world = open_world(bench.configs[first], bench.layouts[first])
+    asked = {"variants": str(list(bench.configs)), "rounds": bench.rounds, "schedule": str(bench.schedule)}
+    agree_on(world.store, world.rank, world.size, "command line", asked, "start every rank with the same one")
     found: dict[TrainVariant, list[list[Measurement]]] = {variant: [] for variant in bench.configs}
     order = list(bench.configs)
     for number in range(bench.rounds):

@@ -9,7 +9,7 @@ from torch.distributed import HashStore
 
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.errors import UserError
-from egmla_megatron.parallel.agreement import agree_on_config
+from egmla_megatron.parallel.agreement import agree_on, agree_on_config
 from tests.tiny import tiny_run
 
 
@@ -38,3 +38,18 @@ def test_a_difference_is_named_on_every_rank() -> None:
     told = verdicts(tiny_run(), tiny_run(), tiny_run(optimizer={"lr": 0.5}))
     assert len(set(told)) == 1
     assert "ranks 0 and 2 differ: optimizer.lr 0.01 and 0.5" in told[0] and "same file and overrides" in told[0]
+
+
+def test_other_facts_than_a_configuration() -> None:
+    store = HashStore()
+
+    def rank(number: int) -> str:
+        try:
+            agree_on(store, number, 2, "command line", {"rounds": number + 1, "steps": 3}, "start both alike")
+        except UserError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(2) as pool:
+        told = list(pool.map(rank, range(2)))
+    assert told == ["command line: ranks 0 and 1 differ: rounds 1 and 2; start both alike"] * 2

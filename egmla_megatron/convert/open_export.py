@@ -22,6 +22,11 @@ def open_export(hf_dir: str | Path) -> tuple[HfWeights, Layout, ModelConfig]:
     folder = Path(hf_dir)
     layout, model = layout_of_folder(read_hf_config(folder))
     weights = HfWeights(folder)
+    if model.num_layers > len(weights):  # said before a list of a billion names is made
+        raise UserError(
+            f"{folder}: got num_hidden_layers {model.num_layers} in config.json, allowed at most {len(weights)}, the "
+            "number of tensors that are there; give the config.json that was exported with the weights"
+        )
     shapes = hf_shapes(model, layout)
     wrong = [name for name in shapes if name in weights and weights.shape(name) != shapes[name]]
     if wrong:

@@ -49,7 +49,7 @@ def test_a_wrong_option_is_one_line(
 @pytest.mark.parametrize(
     ("tool", "arguments", "message"),
     [
-        ("plan", [], "the following arguments are required: config"),
+        ("plan", [], "got no CONFIG, allowed a YAML file"),
         ("plan", ["quickstart", "--world-size", "two"], "argument --gpus/--world-size: invalid int value: 'two'"),
         ("plan", ["quickstart", "--world", "2"], "unrecognized arguments: --world"),  # no guessing
         ("convert_checkpoint", [], "the following arguments are required: command"),

@@ -13,7 +13,7 @@ from typing import Any
 
 from egmla_megatron.checkpoint.manifest import find_checkpoint, read_manifest
 from egmla_megatron.config.check import Layout, check_config, micro_batch_unit
-from egmla_megatron.config.load import from_dict
+from egmla_megatron.config.load import dump_yaml, from_dict, load_config
 from egmla_megatron.config.schema import OptimizerConfig, ParallelConfig, RunConfig
 from egmla_megatron.errors import UserError
 
@@ -101,8 +101,6 @@ def _run(saved: Mapping[str, Any], prefix: str, overrides: Sequence[str], ranks:
 
 
 def _with(cfg: RunConfig, overrides: Sequence[str]) -> RunConfig:
-    from egmla_megatron.config.load import dump_yaml, load_config
-
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "checkpoint.yaml")
         path.write_text(dump_yaml(cfg))

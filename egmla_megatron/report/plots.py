@@ -142,13 +142,8 @@ def _tokens_at(metrics: RunMetrics) -> dict[float, float]:
 
 
 def _seconds_at(metrics: RunMetrics) -> dict[float, float]:
-    """Steps that were not logged took as long as the next one that was."""
-    seconds, before, found = 0.0, 0, dict[float, float]()
-    for record in metrics.steps:
-        seconds += (record["step"] - before) * record.get("step_time_s", math.nan)
-        before = record["step"]
-        found[before] = seconds
-    return found
+    sums = accumulate(metrics.seconds_of_lines())
+    return {record["step"]: seconds for record, seconds in zip(metrics.steps, sums, strict=True)}
 
 
 def _figure() -> tuple[Figure, Axes]:

@@ -7,6 +7,7 @@ what an earlier start had done beyond that was lost with it, and leaves the curv
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -60,10 +61,15 @@ class RunMetrics:
             slow.append((first - 2, last))
         return [step for step in self.steps if not any(begin < step["step"] <= end for begin, end in slow)]
 
-    def steps_of_lines(self) -> list[int]:
-        """For each line of `steps` the steps since the one before: those without a line took as long as this one."""
-        numbers = [step["step"] for step in self.steps]
-        return [now - before for before, now in pairwise([0, *numbers])]
+    def seconds_of_lines(self) -> list[float]:
+        """For each line of `steps` the time since the one before, nan where it has none: steps without a line took as
+        long as the next one that has."""
+        numbers = [0, *(step["step"] for step in self.steps)]
+        times = [step.get("step_time_s") for step in self.steps]
+        return [
+            math.nan if time is None else (now - before) * time
+            for (before, now), time in zip(pairwise(numbers), times, strict=True)
+        ]
 
     def last_start(self) -> RunMetrics:
         """The steps since the last start alone: another start may have had other ranks."""

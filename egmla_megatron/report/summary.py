@@ -87,10 +87,7 @@ def summarize(metrics: RunMetrics) -> Summary:
         best_val_loss=best["val_loss"] if best else None,
         best_val_step=best["step"] if best else None,
         skipped=sum(bool(record.get("skipped")) for record in metrics.steps),
-        training_time_s=sum(
-            steps * sum(finite([step], "step_time_s"))
-            for step, steps in zip(metrics.steps, metrics.steps_of_lines(), strict=True)
-        ),
+        training_time_s=sum(filter(math.isfinite, metrics.seconds_of_lines())),
         peak_memory_mib=max(memory, default=None),
         peak_memory_rank=max(metrics.steps, key=lambda step: step.get("peak_memory_mib") or 0.0).get(
             "peak_memory_rank"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
@@ -74,8 +75,8 @@ def spent(metrics: RunMetrics) -> str:
 def _from_lines(metrics: RunMetrics) -> dict[str, float]:
     steady = {step["step"] for step in metrics.steady_steps()}
     times = {True: 0.0, False: 0.0}
-    for step, steps in zip(metrics.steps, metrics.steps_of_lines(), strict=True):
-        times[step["step"] in steady] += steps * sum(finite([step], "step_time_s"))
+    for step, seconds in zip(metrics.steps, metrics.seconds_of_lines(), strict=True):
+        times[step["step"] in steady] += seconds if math.isfinite(seconds) else 0.0
     return {
         "steps that count": times[True],
         "warm-up and profiled steps": times[False],

@@ -16,26 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from egmla_megatron.config.check import check_config
-from egmla_megatron.config.schema import ModelConfig, RunConfig
+from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.parallel.parity.compare import drifted, own_part
 from egmla_megatron.parallel.parity.training import Snapshot, train_case
 from egmla_megatron.parallel.world import World, close_world, form_groups, open_world
 from tests.dist.reshard_worker import Run
+from tests.gpu.small_model import SMALL
 from tests.tiny import tiny_run
 
-MODEL = ModelConfig(
-    num_layers=4,
-    hidden_size=256,
-    num_attention_heads=4,
-    intermediate_size=640,
-    qk_nope_head_dim=128,
-    qk_rope_head_dim=64,
-    v_head_dim=128,
-    kv_lora_rank=64,
-    kv_emb_dim=128,
-    vocab_size=512,
-    max_position_embeddings=512,
-)
 STEPS = 6  # a graph is captured in the fourth
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {},
@@ -69,7 +57,7 @@ def run_config(kernel: str, settings: dict[str, Any]) -> RunConfig:
     graph = settings.get("cuda_graph", False)
     parallel = {name: value for name, value in settings.items() if name != "cuda_graph"}
     return tiny_run(
-        replace(MODEL, **equal_heads),
+        replace(SMALL, **equal_heads),
         train={"seq_length": 512, "global_batch_size": 8, "precision": "bf16", "cuda_graph": graph},
         optimizer={"lr": 1e-3, "distributed": True},
         parallel={

@@ -12,24 +12,13 @@ import torch
 from torch import Tensor
 
 from egmla_megatron.config.schema import ModelConfig
+from tests.gpu.small_model import SMALL
 from tests.hf_models import build, generate
 
 pytestmark = pytest.mark.gpu
 
 # large enough that a copy from the host is still under way when the layer starts
-BASE = ModelConfig(
-    num_layers=4,
-    hidden_size=256,
-    num_attention_heads=4,
-    intermediate_size=640,
-    qk_nope_head_dim=128,
-    qk_rope_head_dim=64,
-    v_head_dim=128,
-    kv_lora_rank=64,
-    kv_emb_dim=128,
-    vocab_size=5000,
-    max_position_embeddings=1024,
-)
+BASE = replace(SMALL, vocab_size=5000, max_position_embeddings=1024)
 PLACES = ["device", "host"]
 
 

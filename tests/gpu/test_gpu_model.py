@@ -15,23 +15,12 @@ import torch
 from torch import Tensor
 
 from egmla_megatron.config.schema import ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from tests.gpu.small_model import SMALL
 from tests.tiny import gate_variants
 
 pytestmark = pytest.mark.gpu
 
-BASE = ModelConfig(
-    num_layers=3,
-    hidden_size=256,
-    num_attention_heads=4,
-    intermediate_size=640,
-    qk_nope_head_dim=128,
-    qk_rope_head_dim=64,
-    v_head_dim=128,
-    kv_lora_rank=64,
-    kv_emb_dim=128,
-    vocab_size=512,
-    max_position_embeddings=128,
-)
+BASE = replace(SMALL, num_layers=3, max_position_embeddings=128)
 VARIANTS = {
     **gate_variants(BASE),
     "add_q_lora": replace(BASE, gate="add", q_lora_rank=96),

@@ -19,7 +19,7 @@ from tests.unit.test_report import _run, _start, _step
 def test_steps_without_a_line_count_in_the_time(tmp_path: Path) -> None:
     records = [_start(0, None), *(_step(step, 5.0) for step in (5, 10, 12, 15)), {"kind": "end", "step": 15}]
     metrics = read_run(_run(tmp_path, records))
-    assert metrics.steps_of_lines() == [5, 5, 2, 3]
+    assert metrics.seconds_of_lines() == [2.5, 2.5, 1.0, 1.5]
     assert summarize(metrics).training_time_s == 15 * 0.5
     assert "| sum | 7.5 |" in write_report(tmp_path).read_text()
 

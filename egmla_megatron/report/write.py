@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
+from itertools import combinations
 from pathlib import Path
 
 from egmla_megatron.errors import UserError
@@ -60,13 +62,38 @@ def _tell_apart(runs: Sequence[RunMetrics]) -> None:
 
 def _warning(runs: Sequence[RunMetrics]) -> str:
     """Losses in nats per token mean nothing beside each other when the tokens are not the same."""
-    kinds = {
-        (os.path.normpath(metrics.config.data.tokenizer or ""), metrics.config.model.vocab_size) for metrics in runs
-    }
-    if len(kinds) == 1:
+    tokens = [_Tokens.of(metrics) for metrics in runs]
+    if all(one.same_as(other) for one, other in combinations(tokens, 2)):
         return ""
-    named = "; ".join(f"{name if name != '.' else 'not named'}, {size} ids" for name, size in sorted(kinds))
+    named = "; ".join(sorted({str(each) for each in tokens}))
     return f"**Warning: these runs count different tokens ({named}); their losses cannot be compared.**\n\n"
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """What a run counts."""
+
+    tokenizer: str  # path, empty: not named
+    sha256: str | None  # of the tokenizer, where the data knew it
+    vocab_size: int  # with padding
+
+    @classmethod
+    def of(cls, metrics: RunMetrics) -> _Tokens:
+        start = metrics.starts[-1] if metrics.starts else {}
+        path = metrics.config.data.tokenizer
+        return cls(
+            os.path.normpath(path) if path else "", start.get("tokenizer_sha256"), metrics.config.model.vocab_size
+        )
+
+    def same_as(self, other: _Tokens) -> bool:
+        """By checksum, whatever the paths and the padding; by path and size only where one of them knows none."""
+        if self.sha256 and other.sha256:
+            return self.sha256 == other.sha256
+        return (self.tokenizer, self.vocab_size) == (other.tokenizer, other.vocab_size)
+
+    def __str__(self) -> str:
+        kind = f"sha256 {self.sha256[:8]}" if self.sha256 else "checksum not known"
+        return f"{self.tokenizer or 'not named'}, {kind}, {self.vocab_size} ids"
 
 
 def _report(metrics: RunMetrics) -> str:

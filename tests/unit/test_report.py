@@ -140,6 +140,23 @@ def test_losses_of_other_tokens_are_not_compared(tmp_path: Path) -> None:
     assert "count different tokens" in (tmp_path / "other" / "comparison.html").read_text()
 
 
+def test_tokenizers_are_compared_by_checksum_where_both_are_known(tmp_path: Path) -> None:
+    def compared(first: tuple[str, str | None], second: tuple[str, str | None]) -> str:
+        runs = []
+        for name, (path, checksum) in {"one": first, "two": second}.items():
+            run = _run(tmp_path / name, [_start(0, None) | {"tokenizer_sha256": checksum}, _step(1, 5.0)], name=name)
+            settings = [f"run.name={name}", f"data.tokenizer={path}"]
+            (run / "config.yaml").write_text(dump_yaml(load_config("quickstart", settings)))
+            runs.append(run)
+        return write_comparison(runs, tmp_path / "out").read_text()
+
+    assert "Warning" not in compared(("here/gpt2", "a" * 64), ("there/gpt2", "a" * 64))  # a copy is the same
+    text = compared(("gpt2", "a" * 64), ("gpt2", "b" * 64))  # replaced between the runs
+    assert "count different tokens (gpt2, sha256 aaaaaaaa, 8192 ids; gpt2, sha256 bbbbbbbb, 8192 ids)" in text
+    assert "Warning" not in compared(("gpt2", "a" * 64), ("gpt2", None))
+    assert "checksum not known" in compared(("here/gpt2", "a" * 64), ("there/gpt2", None))
+
+
 def test_the_evaluation_of_a_checkpoint(tmp_path: Path) -> None:
     run = _run(tmp_path / "run", _interrupted())
     found = [evaluation_at(run, step) for step in (7, 8, 12, 19, 20)]

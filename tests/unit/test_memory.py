@@ -12,6 +12,7 @@ import pytest
 from egmla_megatron.config.check import check_config
 from egmla_megatron.config.load import load_config
 from egmla_megatron.config.schema import ModelConfig
+from egmla_megatron.config.to_mcore import transformer_config
 from egmla_megatron.errors import UserError
 from egmla_megatron.report.cards import Card, find_card, find_cluster
 from egmla_megatron.report.memory import memory_per_rank, unique_fraction, worst_stage
@@ -139,6 +140,17 @@ def _saved_bytes(cfg: Any, world: Any) -> int:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         built.wrapped[0](ids, positions, None, labels=ids)
     return sum(storage.nbytes() for storage in kept.values())
+
+
+def test_pipeline_stages_keep_what_they_hand_on(world: Any) -> None:
+    """megatron-core frees a stage's outputs behind their sending only where it is told to, and it is not."""
+    settings = ["parallel.pipeline=2", "train.global_batch_size=64", *NO_OVERLAP]
+    cfg = load_config("pretrain_base", settings)
+    layout = check_config(cfg, 2)
+    held = [memory_per_rank(cfg, layout, stage, te=True, triton=True).communication for stage in range(2)]
+    output = 2 * 8 * 1024 * 768
+    assert not transformer_config(cfg, "torch", "flash").deallocate_pipeline_outputs
+    assert held == [2 * output, 0]
 
 
 def test_distinct_ids_fall_with_tokens() -> None:

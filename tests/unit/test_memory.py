@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,16 @@ def test_search_finds_what_fits() -> None:
     assert all(layout["memory_gib"] < 79.2 for layout in found["layouts"])
     speeds = [layout["tokens_per_second"] for layout in found["layouts"]]
     assert speeds == sorted(speeds, reverse=True) and "by estimated tokens/s" in format_search(found)
+    assert best["train.cuda_graph"] == "true" and "train.cuda_graph=true" in format_search(found)
+    assert {layout["estimate_error"] for layout in found["layouts"]} == {0.11, 0.2}
+    graphs = [layout for layout in found["layouts"] if layout["train.cuda_graph"] == "true"]
+    assert 0 < len(graphs) < len(found["layouts"])
+    assert all(each["parallel.tensor"] == 1 and each["train.recompute"] == "none" for each in graphs)
+    assert re.search(r" [1-9]\d?0*(,000)+ tokens/s \+-11% ", format_search(found))
+    deterministic = make_search(
+        "pretrain_1b2", ["run.deterministic=true"], 8, _with_links(find_card("h100", None, None), 8)
+    )
+    assert all(layout["train.cuda_graph"] == "false" for layout in deterministic["layouts"])
     small = make_search("pretrain_1b2", [], 8, _with_links(find_card("small", 24.0, 100.0), 8))
     assert 0 < len(small["layouts"]) < len(found["layouts"])
     assert "tokens_per_second" not in small["layouts"][0] and "nothing computed twice first" in format_search(small)

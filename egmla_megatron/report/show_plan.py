@@ -142,10 +142,11 @@ def _two(value: float) -> str:
 
 def _rests_on(plan: dict[str, Any]) -> list[str]:
     cluster, ranks = plan["cluster"], plan["layout"]["world_size"]
+    graphs, eager = f"{ERROR_OF_GRAPHS:.0%}", f"{ERROR_OF_EAGER:.0%}"
     lines = [
-        "  Rests on steps of Base and 1.2B on one and two H100 and H200 (tools/records/README.md). It meets them",
-        f"  within {ERROR_OF_GRAPHS:.0%} as CUDA graphs, {ERROR_OF_EAGER:.0%} where the host launches; where it was not",
-        "  fitted to them, within 12% and 27%. Other cards, more GPUs, larger models: not measured.",
+        "  Rests on steps of Base and 1.2B on one and two H100 and H200 (tools/records/README.md), which it meets",
+        f"  within {graphs} as CUDA graphs and {eager} where the host launches; those that it was not fitted to within",
+        "  12% and 27%. Other cards, more GPUs, larger models: not measured.",
     ]
     rates = []
     if cluster["gpus_per_node"] > 1:

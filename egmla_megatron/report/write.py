@@ -12,6 +12,7 @@ from pathlib import Path
 from egmla_megatron.errors import UserError
 from egmla_megatron.folders import refuse_unwritable
 from egmla_megatron.report import predicted, tables, times
+from egmla_megatron.report.comparison import comparison
 from egmla_megatron.report.html import to_html
 from egmla_megatron.report.plots import plot_comparison, plot_loss, plot_parts, plot_throughput
 from egmla_megatron.report.read import RunMetrics, read_run
@@ -46,9 +47,9 @@ def write_comparison(run_dirs: Sequence[str | Path], out: str | Path) -> Path:
     plot_comparison(runs, folder / "comparison_time.png", over="time")
     sources = "\n".join(f"- {metrics.name}: `{metrics.run_dir}`" for metrics in runs)
     text = f"# Comparison of {len(runs)} runs\n\n{_warning(runs)}![loss over tokens](comparison.png)\n\n"
-    text += f"![loss over time in steps](comparison_time.png)\n\n{tables.comparison(runs)}\n\n"
-    text += "Training loss is the mean of the last 10 steps; tokens/s is the median with its quartiles, without\n"
-    text += f"warm-up steps.\n\n{sources}\n"
+    text += f"![loss over time in steps](comparison_time.png)\n\n{comparison(runs)}\n\n"
+    text += "Training loss is the mean of the last 10 steps; tokens/s is the median, with the quartiles of the\n"
+    text += f"n steps without warm-up.\n\n{sources}\n"
     return _write_both(folder / "comparison.md", text, f"Comparison of {len(runs)} runs")
 
 

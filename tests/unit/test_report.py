@@ -252,6 +252,34 @@ def test_comparison(tmp_path: Path) -> None:
         write_comparison(runs[:1], tmp_path)
 
 
+def test_seeds_of_one_configuration_are_one_row(tmp_path: Path) -> None:
+    runs = []
+    for seed, loss in ((1, 5.0), (2, 5.5), (3, 6.3), (3, 7.0)):
+        records = [_start(0, None), *(_step(step, loss, tokens_per_second=1000.0 * seed) for step in range(1, 9))]
+        run = _run(tmp_path / f"run{len(runs)}", [*records, _eval(8, loss + 1)], name=f"s{len(runs)}")
+        settings = [f"run.seed={seed}", f"run.name=s{len(runs)}", f"run.dir=runs/{seed}"]
+        (run / "config.yaml").write_text(dump_yaml(load_config("quickstart", settings)))
+        runs.append(run)
+    other = load_config("quickstart", ["run.seed=4", "run.name=other", "optimizer.lr=1e-4"])
+    (_run(tmp_path / "other", [_start(0, None), _step(8, 9.0)]) / "config.yaml").write_text(dump_yaml(other))
+    shorter = _run(tmp_path / "shorter", [_start(0, None), _step(1, 9.0)])
+    (shorter / "config.yaml").write_text(dump_yaml(load_config("quickstart", ["run.seed=5", "run.name=shorter"])))
+    text = write_comparison([*runs, tmp_path / "other", shorter], tmp_path / "out").read_text()
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    assert [row[:2] for row in rows if len(row) == 9] == [
+        ["run", "runs"],
+        ["---", "---:"],
+        ["s0, s1, s2", "3"],
+        ["s3", "1"],  # the same seed again
+        ["other", "1"],
+        ["shorter", "1"],
+    ]
+    assert rows[2][-2:] == ["5.6000 (5.0000 to 6.3000)", "6.6000 (6.0000 to 7.3000)"] and rows[3][-2] == "7.0000"
+    speeds = next(row for row in rows if row[0] == "s0, s1, s2" and len(row) == 8)
+    assert speeds[2:6] == ["2,000 (1,000 to 3,000)", "1,000", "3,000", "15"]
+    assert "s0, s1, s2: 1, 2, 3" in text
+
+
 def test_mistakes_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no run in"):
         read_run(tmp_path)

@@ -89,7 +89,7 @@ def _on_gpus(folder: Path) -> Path:
     start = _start(0, None) | {"device": "NVIDIA H200", "implementation": "te", "kernels": "triton", "layout": layout}
     records = [start | {"predicted_memory_mib": {"weights": 800.0, "total": 800.0}}]
     for step in range(1, 41):
-        straggler = {"slowest_rank": int(step % 4 == 0), "slowest_node": "node7", "slowest_rank_busy_s": 0.44}
+        straggler = {"slowest_rank": int(step % 8 == 0), "slowest_node": "node7", "slowest_rank_busy_s": 0.44}
         extra = (
             _PARTS | straggler | {"fastest_rank_busy_s": 0.4, "reserved_memory_mib": 990.0, "unique_id_fraction": 0.2}
         )
@@ -110,7 +110,7 @@ def test_all_that_a_trainer_can_measure(tmp_path: Path) -> None:
     assert rows["gradient reduction"][0] == "0.00" and rows["gradient reduction"][3] == "4.9%"  # every other step
     assert rows["rest"][0] == "90.00" and "exchange of gate embeddings" not in rows
     assert rows["reserved by torch's allocator (MiB)"] == ["990"]
-    assert (rows["0"], rows["1"]) == (["node7", "73%", "+10.0%"], ["node7", "27%", "+10.0%"])
+    assert rows["0"] == ["node7", "86%", "40.0 ms, +8.0%"] and "1" not in rows  # the other only by chance
     assert rows["steps that count"] == ["18.5", "74.0%"] and rows["evaluations"] == ["2.0", "8.0%"]
     assert rows["sum"][0] == "25.0"
     planned, measured, error = rows["tokens/s, all ranks"]  # the last table with such a row

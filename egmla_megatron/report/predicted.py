@@ -46,6 +46,8 @@ def prediction(metrics: RunMetrics) -> str:
         if planned is not None and real is not None
     ]
     note = "" if len(known) < 3 else f"\n\n{_RESTS_ON}"
+    if metrics.config.train.fp8 != "none":
+        note = "\n\nSpeed in FP8 is not estimated."
     return markdown(["", "predicted", "measured", "error"], cells) + note
 
 

@@ -24,10 +24,12 @@ MODEL = ModelConfig(
     max_position_embeddings=64,
 )
 MHA = {"attention": "mha", "gate": "none", "kv_emb_dim": 0, "v_head_dim": 20}
+EQUAL_HEADS = {"v_head_dim": 20}  # the flash kernel, which keeps no scores
 _SHARDED = {"optimizer": {"distributed": True}}
 _GATE = {"gate_group": 2, "unique_ids": False}  # a row for every token: their number is known exactly
 _TP: dict[str, Any] = {"tensor": 2}
 _TP_SP = {**_TP, "sequence": True}
+_CP = {"context": 2, "unique_ids": False}
 _OVERLAPS = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
 LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {  # those of one process group follow each other
@@ -46,6 +48,8 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {  # those of one process group 
     "tp2_gate2_all_gather": {"parallel": {**_TP, **_GATE, "gate_exchange": "all_gather"}},
     "pp2_vpp2": {"parallel": {"pipeline": 2, "virtual_pipeline": 2}, "model": {"num_layers": 4}},
     "cp2_full": {"parallel": {"context": 2}, "train": {"recompute": "full"}},
+    "cp2": {"parallel": _CP, "model": EQUAL_HEADS},
+    "cp2_deep": {"parallel": _CP, "model": {**EQUAL_HEADS, "num_layers": 4}},
 }
 
 

@@ -23,11 +23,11 @@ from egmla_megatron.bench.schedule import Schedule
 from egmla_megatron.bench.train_variants import TrainVariant
 from egmla_megatron.config.check import Layout
 from egmla_megatron.config.schema import RunConfig
-from egmla_megatron.model.count import flops_per_token
 from egmla_megatron.model.spec import choose_implementation, choose_kernels
 from egmla_megatron.parallel.agreement import agree_on
 from egmla_megatron.parallel.world import World, close_world, form_groups, open_world
 from egmla_megatron.report.memory import worst_stage
+from egmla_megatron.report.rates import Workload
 from egmla_megatron.report.tables import markdown
 from egmla_megatron.train.metrics import dense_peak_flops
 from egmla_megatron.train.sinks import Sinks, open_sinks
@@ -117,11 +117,7 @@ def _row(bench: TrainBench, variant: TrainVariant, rounds: list[list[Measurement
     cfg, layout = bench.configs[variant], bench.layouts[variant]
     times = [ms for each in slowest(rounds) for ms in each]
     median = statistics.median(times)
-    tokens = cfg.train.global_batch_size * cfg.train.seq_length
-    flops = (
-        tokens / (median / 1e3) / layout.world_size * flops_per_token(cfg.model, cfg.train.seq_length).forward_backward
-    )
-    peak = dense_peak_flops(world.device)
+    rates = Workload.of(cfg).rates(median / 1e3, layout.world_size, dense_peak_flops(world.device))
     te = choose_implementation(cfg.parallel.implementation) == "te"
     planned = worst_stage(cfg, layout, te=te, triton=choose_kernels(cfg.parallel.kernels) == "triton")[1].total
     cuda = world.device.type == "cuda"
@@ -135,9 +131,9 @@ def _row(bench: TrainBench, variant: TrainVariant, rounds: list[list[Measurement
         "step_ms_p10": round(percentile(times, 0.1), 3),
         "step_ms_p90": round(percentile(times, 0.9), 3),
         "n": len(times),
-        "tokens_per_second": _digits(tokens / (median / 1e3)),
-        "tflops_per_second_per_rank": _digits(flops / 1e12),
-        "mfu": _digits(flops / peak) if peak else None,
+        "tokens_per_second": _digits(rates.tokens_per_second),
+        "tflops_per_second_per_rank": _digits(rates.tflops_per_second_per_rank),
+        "mfu": None if rates.mfu is None else _digits(rates.mfu),
         "peak_mib": max(rank.peak_mib or 0.0 for ranks in rounds for rank in ranks) if cuda else None,
         "peak_rss_mib": max(rank.peak_rss_mib or 0.0 for ranks in rounds for rank in ranks) or None,
         "predicted_mib": planned / 2**20 if cuda else None,
@@ -153,10 +149,12 @@ def _digits(value: float) -> float:
 
 def _table(rows: list[dict[str, Any]]) -> str:
     head = ["variant", "ms a step (p10 to p90)", "n", "tokens/s", f"x {rows[0]['variant']}", "TFLOP/s a rank", "MFU"]
-    head += ["peak MiB", "predicted", "loss first, last"]
+    on_gpus = rows[0]["peak_mib"] is not None
+    # a process goes on holding what variants before took, so that a CPU's has no prediction
+    head += ["peak MiB", "predicted"] if on_gpus else ["resident MiB"]
+    head += ["loss first, last"]
     lines = []
     for row in rows:
-        known = row["peak_mib"] is not None
         lines.append(
             [
                 row["variant"],
@@ -166,9 +164,16 @@ def _table(rows: list[dict[str, Any]]) -> str:
                 f"{row['speed_to_first']:.3f}",
                 f"{row['tflops_per_second_per_rank']:.2f}",
                 "-" if row["mfu"] is None else f"{row['mfu']:.1%}",
-                f"{row['peak_mib']:,.0f}" if known else "-",
-                f"{row['predicted_mib'] / row['peak_mib'] - 1:+.1%}" if known else "-",
+                *(_memory(row) if on_gpus else [_resident(row)]),
                 f"{row['loss_first']:.4f}, {row['loss_last']:.4f}",
             ]
         )
     return markdown(head, lines)
+
+
+def _memory(row: dict[str, Any]) -> list[str]:
+    return [f"{row['peak_mib']:,.0f}", f"{row['predicted_mib'] / row['peak_mib'] - 1:+.1%}"]
+
+
+def _resident(row: dict[str, Any]) -> str:
+    return "-" if row["peak_rss_mib"] is None else f"{row['peak_rss_mib']:,.0f}"

@@ -17,10 +17,13 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "ProfileConfig",
+    "Recompute",
     "RunConfig",
     "RunSection",
     "TrainConfig",
 ]
+
+Recompute = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ class TrainConfig:
     fp8: Literal["none", "tensorwise"] = "none"
     eval_interval: int = 500  # steps between evaluations, 0: only at the end
     eval_batches: int = 20  # global batches per evaluation
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Recompute = "none"
     # forward and backward of a step as one CUDA graph: the host, often slower than the GPU, only replays it
     cuda_graph: bool = False
     max_bad_steps: int = 10  # stop after so many steps with NaN/Inf loss or gradients in a row

@@ -6,11 +6,12 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.errors import UserError
 
-__all__ = ["check_blends", "parse_blend", "refuse_suffix", "resolve_eod"]
+__all__ = ["check_blends", "parse_blend", "refuse_suffix", "resolve_eod", "tokenizer_sha256"]
 
 _MOST_SAMPLES = 2**31 - 1  # of a run on weighted data; 21 GB of index on every rank
 
@@ -84,11 +85,7 @@ def resolve_eod(cfg: RunConfig) -> int:
     if cfg.data.eod_id >= 0:
         return cfg.data.eod_id
     prefixes, _ = parse_blend(cfg.data.train, "data.train")
-    found = {}
-    for prefix in prefixes:
-        manifest = Path(f"{prefix}.json")
-        if manifest.is_file():
-            found[prefix] = json.loads(manifest.read_text()).get("eod_id")
+    found = _in_manifests(prefixes, "eod_id")
     ids = set(found.values())
     if len(ids) != 1 or None in ids or len(found) < len(prefixes):
         raise UserError(
@@ -96,3 +93,21 @@ def resolve_eod(cfg: RunConfig) -> int:
             "set data.eod_id=N, 50256 for GPT-2 tokens"
         )
     return int(ids.pop())
+
+
+def tokenizer_sha256(cfg: RunConfig) -> str | None:
+    """Checksum of the tokenizer that wrote the training data; None unless the manifests of all of it know the same."""
+    prefixes, _ = parse_blend(cfg.data.train, "data.train")
+    found = _in_manifests(prefixes, "tokenizer_sha256")
+    sums = set(found.values())
+    return sums.pop() or None if len(sums) == 1 and len(found) == len(prefixes) else None
+
+
+def _in_manifests(prefixes: Sequence[str], key: str) -> dict[str, Any]:
+    """Prefix -> what its manifest says; those without a manifest are left out."""
+    manifests = {prefix: Path(f"{prefix}.json") for prefix in prefixes}
+    return {
+        prefix: json.loads(path.read_text(encoding="utf-8")).get(key)
+        for prefix, path in manifests.items()
+        if path.is_file()
+    }

@@ -19,6 +19,7 @@ from egmla_megatron.config.check import Layout
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.parallel import cpu
 from egmla_megatron.parallel.agreement import agree_on_config
+from egmla_megatron.parallel.heap import map_large_blocks
 
 __all__ = ["World", "close_world", "form_groups", "open_world", "rank_environment", "seed_everything"]
 
@@ -69,6 +70,7 @@ def rank_environment() -> tuple[int, int, int]:
 def _choose_device(local_rank: int, deterministic: bool) -> torch.device:
     if not torch.cuda.is_available():
         cpu.install()
+        map_large_blocks()
         local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world))
         return torch.device("cpu")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from egmla_megatron.config.check import Layout
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.model.count import count_parameters
+from egmla_megatron.report.buffers import communication_buffers
 
 __all__ = [
     "Memory",
@@ -39,6 +40,7 @@ class Memory:
     optimizer: int  # of both: fp32 master weights and two moments
     activations: int  # saved for backward, of all micro-batches in flight
     logits: int  # and their gradient; 0 where another moment is the peak
+    communication: int  # what collectives and stages hold beside the tensors that they move (buffers.py)
     temporary: int  # while the peak lasts: gradients of the head, or those of a layer and what it computes again
 
     @property
@@ -89,8 +91,10 @@ def memory_per_rank(cfg: RunConfig, layout: Layout, stage: int, *, te: bool, tri
     in_flight = min(layout.pp - stage, layout.num_microbatches) if layout.pp > 1 else 1
     saved = layer.saved * layout.layers_per_stage + layer.stage
     logits, head = _head(cfg, layout, layer.tokens, te=te) if stage == layout.pp - 1 else (0, 0)
-    if logits + head < layer.transient:
-        logits, head = 0, layer.transient
+    buffers = communication_buffers(cfg, layout, stage, in_flight, te=te)
+    communication = buffers.kept
+    if logits + head < layer.transient + buffers.in_layer:
+        logits, head, communication = 0, layer.transient, buffers.kept + buffers.in_layer
     return Memory(
         weights=wide * dense,
         gate_tables=wide * tables,
@@ -98,6 +102,7 @@ def memory_per_rank(cfg: RunConfig, layout: Layout, stage: int, *, te: bool, tri
         optimizer=optimizer_bytes(cfg, layout, stage, sharded=cfg.optimizer.distributed),
         activations=in_flight * saved,
         logits=logits,
+        communication=communication,
         temporary=head,
     )
 

@@ -6,18 +6,19 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from egmla_megatron.config.check import Layout, check_config
 from egmla_megatron.config.check_model import check_model
 from egmla_megatron.config.load import load_config
-from egmla_megatron.config.schema import ModelConfig, RunConfig
+from egmla_megatron.config.schema import ModelConfig, Recompute, RunConfig
 from egmla_megatron.errors import UserError
 from egmla_megatron.model.count import count_parameters, flops_per_token, kv_cache_elements_per_token
 from egmla_megatron.report.cards import USABLE, Card, Cluster
 from egmla_megatron.report.memory import memory_per_rank, optimizer_bytes, parameters_of_rank, worst_stage
+from egmla_megatron.report.rates import Workload
 from egmla_megatron.report.search import search_layouts
-from egmla_megatron.report.step_time import StepTime, estimate_step, missing_for_estimate
+from egmla_megatron.report.step_time import StepTime, estimate_error, estimate_step, missing_for_estimate
 from egmla_megatron.report.traffic import collectives_of_step
 
 __all__ = ["Hardware", "check_price", "make_comparison", "make_plan", "make_search"]
@@ -27,7 +28,6 @@ _WEIGHT_BYTES, _GRADIENT_BYTES, _OPTIMIZER_BYTES = 2, 4, 12
 _CACHE_BYTES = 2  # of a cached element, bf16
 _LONG_CONTEXT = 32_768  # tokens
 _COMPARABLE_LATENT = 4  # head dimensions in the latent of plain MLA: the paper's models that EG-MLA is compared with
-Recompute = Literal["none", "selective", "full"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,8 +80,11 @@ def make_search(config: str | Path, overrides: Sequence[str], gpus: int, hardwar
         layout = item.settings | {"memory_gib": round(item.total_gib, 2)}
         if item.tokens_per_second is not None:
             layout |= {"tokens_per_second": round(item.tokens_per_second), "limited_by": item.limited_by}
+            layout |= {"estimate_error": item.error}
         layouts.append(layout)
-    return {"model": cfg.model.name, "gpus": gpus, "card": dataclasses.asdict(hardware.card), "layouts": layouts}
+    plan = {"model": cfg.model.name, "gpus": gpus, "card": dataclasses.asdict(hardware.card), "layouts": layouts}
+    missing = missing_for_estimate(cfg, found[0].layout, hardware.card, hardware.cluster) if found else None
+    return plan | ({"estimate_missing": missing} if missing else {})
 
 
 def _on_gpus(cfg: RunConfig) -> tuple[bool, bool]:
@@ -174,22 +177,16 @@ def _plan_of_time(cfg: RunConfig, layout: Layout, hardware: Hardware, *, te: boo
     step = estimate_step(cfg, layout, hardware.card, hardware.cluster, te=te, triton=triton)
     return {
         "estimate": dataclasses.asdict(step) | _rates(cfg, layout, hardware.card, step),
+        "estimate_error": estimate_error(cfg),
         "graph_tokens_per_second": _with_graph(cfg, layout, hardware, te=te, triton=triton),
         "budget": _budget(cfg, layout, step, hardware.gpu_hour_price),
     }
 
 
-def _rates(cfg: RunConfig, layout: Layout, card: Card, step: StepTime) -> dict[str, float]:
-    tokens = cfg.train.global_batch_size * cfg.train.seq_length
-    rate = tokens / step.step_s
-    flops = rate / layout.world_size * flops_per_token(cfg.model, cfg.train.seq_length).forward_backward
-    return {
-        "tokens_per_step": tokens,
-        "tokens_per_second": rate,
-        "tokens_per_second_per_rank": rate / layout.world_size,
-        "tflops_per_second_per_rank": flops / 1e12,
-        "mfu": flops / (card.bf16_tflops * 1e12),
-    }
+def _rates(cfg: RunConfig, layout: Layout, card: Card, step: StepTime) -> dict[str, float | None]:
+    work = Workload.of(cfg)
+    rates = work.rates(step.step_s, layout.world_size, card.bf16_tflops * 1e12)
+    return {"tokens_per_step": work.tokens, **rates.named()}
 
 
 def _with_graph(cfg: RunConfig, layout: Layout, hardware: Hardware, *, te: bool, triton: bool) -> float | None:
@@ -202,7 +199,7 @@ def _with_graph(cfg: RunConfig, layout: Layout, hardware: Hardware, *, te: bool,
     except UserError:
         return None
     step = estimate_step(graph, layout, hardware.card, hardware.cluster, te=te, triton=triton)
-    return cfg.train.global_batch_size * cfg.train.seq_length / step.step_s
+    return Workload.of(cfg).tokens / step.step_s
 
 
 def _budget(cfg: RunConfig, layout: Layout, step: StepTime, price: float | None) -> dict[str, float | None]:

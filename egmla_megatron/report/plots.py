@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
+from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from egmla_megatron.report.read import Record, RunMetrics
 from egmla_megatron.report.times import parts_of_steps
 
-__all__ = ["plot_comparison", "plot_loss", "plot_parts", "plot_throughput"]
+__all__ = ["bars", "plot_comparison", "plot_loss", "plot_parts", "plot_throughput"]
 
 # The Okabe-Ito palette without its yellow, which paper does not show; line styles differ as well.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#000000")
@@ -37,7 +38,7 @@ def plot_loss(metrics: RunMetrics, path: Path) -> None:
     if val_steps:
         style = {"marker": "o", "markersize": 6, "linestyle": "--", "linewidth": 1.2}
         axes.plot(val_steps, val_losses, color=_COLOURS[1], label="validation", zorder=3, **style)  # type: ignore[arg-type]
-    _mark_restarts(axes, metrics)
+    _mark_restarts(axes, _between_steps(metrics))
     axes.set_ylabel("loss (nats per token)")
     axes.set_title(f"{metrics.name}: loss")
     _finish_step_axis(axes)
@@ -62,7 +63,7 @@ def plot_throughput(metrics: RunMetrics, path: Path) -> None:
     below.plot(*_series(metrics.steps, "peak_memory_mib"), color=_COLOURS[2], linewidth=1.4, label="peak so far")
     below.set_ylabel("peak memory per rank (MiB)")
     for axes in (above, below):
-        _mark_restarts(axes, metrics)
+        _mark_restarts(axes, _between_steps(metrics))
         if math.isfinite(axes.dataLim.y1):  # else there is no such number in any line
             axes.set_ylim(0, 1.15 * axes.dataLim.y1)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
@@ -80,16 +81,16 @@ def plot_parts(metrics: RunMetrics, path: Path) -> None:
     figure, axes = _figure()
     timed = [record["step"] for record in metrics.steps if _has_parts(record)]
     size = -(-len(timed) // _BARS)  # neighbouring steps in one bar
-    chunks = [slice(first, first + size) for first in range(0, len(timed), size)]
-    places = [statistics.fmean(timed[chunk]) for chunk in chunks]
-    width = 0.9 * (timed[-1] - timed[0] + 1) / len(chunks)
+    chunks, edges, marks = bars(timed, [start.get("step", 0) for start in metrics.restarts], size)
+    places = [(left + right) / 2 for left, right in pairwise(edges)]
+    width = [0.9 * (right - left) for left, right in pairwise(edges)]
     floor = [0.0] * len(chunks)
     for index, (name, seconds) in enumerate(parts.items()):
         heights = [1e3 * statistics.fmean(seconds[chunk]) for chunk in chunks]
         colour, hatch = _COLOURS[index % len(_COLOURS)], _HATCHES[index % len(_HATCHES)]
         axes.bar(places, heights, width, floor, color=colour, hatch=hatch, edgecolor="white", linewidth=0, label=name)
         floor = [low + height for low, height in zip(floor, heights, strict=True)]
-    _mark_restarts(axes, metrics)
+    _mark_restarts(axes, marks)
     axes.set_ylabel("ms of a step")
     axes.set_title(f"{metrics.name}: parts of a step" + (f" (means of {size} steps)" if size > 1 else ""))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
@@ -99,6 +100,24 @@ def plot_parts(metrics: RunMetrics, path: Path) -> None:
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
     _save(figure, path)
+
+
+def bars(timed: Sequence[float], restarts: Sequence[float], size: int) -> tuple[list[slice], list[float], list[float]]:
+    """(the steps of each bar, the edges of the bars, one more than bars, and where to mark the restarts: on edges).
+
+    Args:
+        timed: steps, ascending.
+        restarts: steps done before each; no bar has steps from before and after one.
+        size: steps in a bar, at most.
+    """
+    cuts = [bisect_right(timed, done) for done in restarts]
+    bounds = sorted({0, len(timed), *cuts})
+    chunks = [slice(at, min(at + size, end)) for first, end in pairwise(bounds) for at in range(first, end, size)]
+    inner = [(timed[chunk.start - 1] + timed[chunk.start]) / 2 for chunk in chunks[1:]]
+    half = (timed[1] - timed[0]) / 2 if len(timed) > 1 else 0.5
+    edges = [timed[0] - half, *inner, timed[-1] + half]
+    edge_at = dict(zip([*(chunk.start for chunk in chunks), len(timed)], edges, strict=True))
+    return chunks, edges, [edge_at[cut] for cut in cuts]
 
 
 def _has_parts(record: Record) -> bool:
@@ -183,9 +202,14 @@ def _running_mean(values: Sequence[float], window: int) -> list[float]:
     return means
 
 
-def _mark_restarts(axes: Axes, metrics: RunMetrics) -> None:
-    for index, start in enumerate(metrics.restarts):
-        axes.axvline(start.get("step", 0), label="restart" if index == 0 else None, **_RESTART)  # type: ignore[arg-type]
+def _between_steps(metrics: RunMetrics) -> list[float]:
+    """Where a curve over steps has its restarts."""
+    return [start.get("step", 0) + 0.5 for start in metrics.restarts]
+
+
+def _mark_restarts(axes: Axes, places: Sequence[float]) -> None:
+    for index, place in enumerate(places):
+        axes.axvline(place, label="restart" if index == 0 else None, **_RESTART)  # type: ignore[arg-type]
 
 
 def _token_axis(axes: Axes, metrics: RunMetrics) -> None:

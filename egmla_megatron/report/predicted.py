@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from egmla_megatron.config.check import Layout
 from egmla_megatron.errors import UserError
-from egmla_megatron.model.count import flops_per_token
 from egmla_megatron.report.cards import PEAK_BF16_FLOPS, Card, find_card, find_cluster
 from egmla_megatron.report.memory import unique_fraction
+from egmla_megatron.report.rates import Workload
 from egmla_megatron.report.read import Record, RunMetrics
 from egmla_megatron.report.step_time import StepTime, estimate_step, missing_for_estimate
 from egmla_megatron.report.summary import Summary, summarize
@@ -46,6 +46,8 @@ def prediction(metrics: RunMetrics) -> str:
         if planned is not None and real is not None
     ]
     note = "" if len(known) < 3 else f"\n\n{_RESTS_ON}"
+    if metrics.config.train.fp8 != "none":
+        note = "\n\nSpeed in FP8 is not estimated."
     return markdown(["", "predicted", "measured", "error"], cells) + note
 
 
@@ -56,9 +58,7 @@ def _speed(
     if found is None:
         return []
     step, card = found
-    cfg, ranks = metrics.config, int(start["world_size"])
-    rate = cfg.train.global_batch_size * cfg.train.seq_length / step.step_s
-    flops = rate / ranks * flops_per_token(cfg.model, cfg.train.seq_length).forward_backward
+    planned = Workload.of(metrics.config).rates(step.step_s, int(start["world_size"]), card.bf16_tflops * 1e12)
     real = {
         name: spread.median if spread else None
         for name, spread in (
@@ -69,10 +69,10 @@ def _speed(
         )
     }
     return [
-        ("tokens/s, all ranks", rate, real["rate"], ",.0f", 1.0),
+        ("tokens/s, all ranks", planned.tokens_per_second, real["rate"], ",.0f", 1.0),
         (f"step time (ms), limited by {step.limited_by}", step.step_s, real["step"], ",.1f", 1e-3),
-        ("model TFLOP/s per rank", flops / 1e12, real["flops"], ",.1f", 1.0),
-        ("MFU (%)", flops / card.bf16_tflops / 1e12, real["mfu"], ".1f", 1e-2),
+        ("model TFLOP/s per rank", planned.tflops_per_second_per_rank, real["flops"], ",.1f", 1.0),
+        ("MFU (%)", planned.mfu, real["mfu"], ".1f", 1e-2),
     ]
 
 

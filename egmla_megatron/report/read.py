@@ -16,6 +16,7 @@ from typing import Any
 from egmla_megatron.config.load import load_config
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.errors import UserError
+from egmla_megatron.report.restarts import LostTime
 from egmla_megatron.train.events import EVENTS
 
 __all__ = ["RunMetrics", "evaluation_at", "read_run"]
@@ -38,6 +39,7 @@ class RunMetrics:
     checkpoints: list[Record] = field(default_factory=list)
     ends: list[Record] = field(default_factory=list)
     lost_steps: int = 0  # steps whose work a restart threw away
+    restart_s: float = 0.0  # lost in restarts (restarts.py)
     torn_lines: int = 0  # lines cut short by a crash, or not of a run
     label: str = ""  # where several runs have one name
 
@@ -91,12 +93,15 @@ def read_run(run_dir: str | Path) -> RunMetrics:
     metrics = RunMetrics(folder, load_config(config_path) if config_path.is_file() else RunConfig())
     steps: dict[int, Record] = {}
     evals: dict[int, Record] = {}
+    lost = LostTime()
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         record = _parse(line)
         if record is None:
             metrics.torn_lines += bool(line.strip())
             continue
         _add(metrics, steps, evals, record)
+        lost.read(record)
+    metrics.restart_s = lost.total()
     metrics.steps = [steps[step] for step in sorted(steps)]
     metrics.evals = [evals[step] for step in sorted(evals)]
     if not metrics.steps:

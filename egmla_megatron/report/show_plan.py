@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from egmla_megatron.report.step_time import ERROR_OF_EAGER, ERROR_OF_GRAPHS
+
 __all__ = ["format_comparison", "format_plan", "format_search"]
 
 _GIB, _MIB = 2**30, 2**20
@@ -121,23 +123,30 @@ def _time(plan: dict[str, Any]) -> list[str]:
         if name == "network":
             notes.insert(0, f"not hidden, of {found['network_s'] * 1e3:,.1f} ms")
         lines.append(_line(name, f"{seconds * 1e3:,.1f}", "ms", " ".join(notes)))
-    lines.append(_line("step", f"{found['step_s'] * 1e3:,.1f}", "ms"))
-    per_gpu = f"{found['tokens_per_second_per_rank']:,.0f} a GPU"
-    lines.append(_line("tokens/s", f"{found['tokens_per_second']:,.0f}", "", per_gpu))
-    lines.append(
-        _line("model TFLOP/s a GPU", f"{found['tflops_per_second_per_rank']:,.0f}", "", f"MFU {found['mfu']:.1%}")
-    )
+    if found["overlap_s"]:
+        lines.append(_line("device and host at once", f"{-found['overlap_s'] * 1e3:,.1f}", "ms", "counted twice above"))
+    off = f"give or take {plan['estimate_error']:.0%}"
+    lines.append(_line("step", f"{found['step_s'] * 1e3:,.1f}", "ms", off))
+    per_gpu = f"{_two(found['tokens_per_second_per_rank'])} a GPU"
+    lines.append(_line("tokens/s", _two(found["tokens_per_second"]), "", per_gpu))
+    lines.append(_line("model TFLOP/s a GPU", _two(found["tflops_per_second_per_rank"]), "", f"MFU {found['mfu']:.0%}"))
     if plan["graph_tokens_per_second"]:
-        lines.append(_line("with train.cuda_graph=true", f"{plan['graph_tokens_per_second']:,.0f}", "tokens/s"))
+        lines.append(_line("with train.cuda_graph=true", _two(plan["graph_tokens_per_second"]), "tokens/s"))
     return [*lines, *_rests_on(plan)]
+
+
+def _two(value: float) -> str:
+    """Two digits: estimates are off by more than the third."""
+    return f"{float(f'{value:.2g}'):,.6g}" if value < 1e6 else f"{float(f'{value:.2g}'):,.0f}"
 
 
 def _rests_on(plan: dict[str, Any]) -> list[str]:
     cluster, ranks = plan["cluster"], plan["layout"]["world_size"]
+    graphs, eager = f"{ERROR_OF_GRAPHS:.0%}", f"{ERROR_OF_EAGER:.0%}"
     lines = [
-        "  Rests on steps of Base and 1.2B on one and two H100 and H200 (tools/records/README.md): off by up to 12%",
-        "  for CUDA graphs, 27% where the host limits, since hosts differ. Other cards, more GPUs, larger models: not",
-        "  measured.",
+        "  Rests on steps of Base and 1.2B on one and two H100 and H200 (tools/records/README.md), which it meets",
+        f"  within {graphs} as CUDA graphs and {eager} where the host launches; those that it was not fitted to within",
+        "  12% and 27%. Other cards, more GPUs, larger models: not measured.",
     ]
     rates = []
     if cluster["gpus_per_node"] > 1:
@@ -154,10 +163,10 @@ def _budget(plan: dict[str, Any]) -> list[str]:
         return []
     budget = plan["budget"]
     lines = [f"the whole run: {plan['tokens'] / 1e9:,.2f} billion tokens in {plan['steps']:,d} steps (those alone)"]
-    lines.append(_line("time", f"{budget['days']:,.2f}", "days"))
-    lines.append(_line("GPU-hours", f"{budget['gpu_hours']:,.0f}"))
+    lines.append(_line("time", _two(budget["days"]), "days", f"give or take {plan['estimate_error']:.0%}"))
+    lines.append(_line("GPU-hours", _two(budget["gpu_hours"])))
     if budget["cost"] is not None:
-        lines.append(_line("cost", f"{budget['cost']:,.0f}", "", f"at {budget['gpu_hour_price']:g} a GPU-hour"))
+        lines.append(_line("cost", _two(budget["cost"]), "", f"at {budget['gpu_hour_price']:g} a GPU-hour"))
     return lines
 
 
@@ -168,13 +177,21 @@ def format_search(found: dict[str, Any], most: int = 12) -> str:
     if not layouts:
         return head + "nothing fits; more GPUs, or a smaller model"
     known = "tokens_per_second" in layouts[0]
+    why = found.get("estimate_missing")
     order = "by estimated tokens/s" if known else "nothing computed twice first, then the least model parallelism"
     lines = [f"{head}{len(layouts)} layouts fit, {order}"]
+    if why:
+        lines.append(f"  speed not estimated: {why}")
     for layout in layouts[:most]:
-        own = ("memory_gib", "tokens_per_second", "limited_by")
+        own = ("memory_gib", "tokens_per_second", "limited_by", "estimate_error")
         settings = " ".join(f"{key}={value}" for key, value in layout.items() if key not in own)
-        speed = f"  {layout['tokens_per_second']:>10,d} tokens/s  {layout['limited_by']:<17}" if known else ""
+        speed = ""
+        if known:
+            rate = f"{_two(layout['tokens_per_second']):>10} tokens/s +-{layout['estimate_error']:.0%}"
+            speed = f"  {rate}  {layout['limited_by']:<17}"
         lines.append(f"  {layout['memory_gib']:>7.2f} GiB{speed}  {settings}")
+    if known:
+        lines.append("  +-: largest error of such estimates against measured steps; smaller differences may be none")
     return "\n".join(lines)
 
 
@@ -220,6 +237,8 @@ def format_comparison(compared: dict[str, Any]) -> str:
     limits = [_estimated(plan, "limited_by") for plan in (one, two)]
     if any(limits):
         lines.append(f"{'limited by':<34} " + " ".join(f"{each or '-'!s:>{width}}" for each in limits))
+        errors = sorted({f"{plan['estimate_error']:.0%}" for plan in (one, two) if plan.get("estimate")})
+        lines.append(f"Estimates give or take {' and '.join(errors)}; what is common to both cancels in the ratio.")
     return "\n".join(lines)
 
 

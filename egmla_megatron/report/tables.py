@@ -8,11 +8,11 @@ from datetime import UTC, datetime
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.model.count import count_parameters, kv_cache_elements_per_token
 from egmla_megatron.report.read import RunMetrics
-from egmla_megatron.report.summary import Spread, Summary, summarize
+from egmla_megatron.report.summary import Spread, Summary
 
-__all__ = ["comparison", "configuration", "markdown", "restarts", "results", "throughput"]
+__all__ = ["NONE", "configuration", "markdown", "restarts", "results", "throughput"]
 
-_NONE = "–"
+NONE = "–"  # where there is no value
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -36,8 +36,8 @@ def configuration(metrics: RunMetrics) -> str:
         ["active parameters", f"{count.active / 1e6:,.1f} M"],
         ["gating-table parameters", f"{count.gate_tables / 1e6:,.1f} M"],
         ["cache, elements per token", f"{kv_cache_elements_per_token(model):,d}"],
-        ["ranks", f"{start.get('world_size', _NONE)} ({layout})"],
-        ["device", str(start.get("device", _NONE))],
+        ["ranks", f"{start.get('world_size', NONE)} ({layout})"],
+        ["device", str(start.get("device", NONE))],
         ["precision", train.precision],
         ["batch", f"{train.global_batch_size} x {train.seq_length} tokens"],
         ["optimizer", f"AdamW, peak lr {cfg.optimizer.lr:g}, {cfg.optimizer.schedule}"],
@@ -49,7 +49,7 @@ def configuration(metrics: RunMetrics) -> str:
 
 def results(summary: Summary) -> str:
     """Losses and what they cost."""
-    best = _NONE
+    best = NONE
     if summary.best_val_loss is not None:
         best = f"{summary.best_val_loss:.4f} (step {summary.best_val_step})"
     rows = [
@@ -99,50 +99,13 @@ def restarts(metrics: RunMetrics) -> str:
             [
                 str(index + 1),
                 str(start.get("step", 0)),
-                _NONE if source is None else str(source),
-                str(start.get("world_size", _NONE)),
+                NONE if source is None else str(source),
+                str(start.get("world_size", NONE)),
                 _time(start.get("unix_time_s")),
             ]
         )
     table = markdown(["start", "steps done before", "resumed from", "ranks", "time (UTC)"], rows)
     return f"{table}\n\nSteps whose work was lost to a restart: {metrics.lost_steps}."
-
-
-def comparison(runs: Sequence[RunMetrics]) -> str:
-    """One row per run in each of two tables, narrow enough for paper: what was trained, and how fast."""
-    losses, speeds = [], []
-    for metrics in runs:
-        summary, count = summarize(metrics), count_parameters(metrics.config.model)
-        start = metrics.starts[-1] if metrics.starts else {}
-        losses.append(
-            [
-                metrics.name,
-                f"{count.active / 1e6:,.1f}",
-                f"{count.gate_tables / 1e6:,.1f}",
-                f"{kv_cache_elements_per_token(metrics.config.model):,d}",
-                f"{summary.steps:,d}",
-                f"{summary.tokens:,d}",
-                f"{summary.mean_last_loss:.4f}",
-                _number(summary.val_loss, ".4f"),
-            ]
-        )
-        speed = summary.tokens_per_second
-        speeds.append(
-            [
-                metrics.name,
-                f"{start.get('device', _NONE)} x {start.get('world_size', _NONE)}",
-                *(
-                    [f"{each:,.0f}" for each in (speed.median, speed.low, speed.high, speed.n)]
-                    if speed
-                    else [_NONE] * 4
-                ),
-                f"{summary.mfu.median:.1%}" if summary.mfu else _NONE,
-                _number(summary.peak_memory_mib, ",.0f"),
-            ]
-        )
-    head = ["run", "active (M)", "tables (M)", "cache/token", "steps", "tokens", "train loss", "val loss"]
-    rates = ["run", "device x ranks", "tokens/s", "first quartile", "third quartile", "n", "MFU", "peak memory (MiB)"]
-    return f"{markdown(head, losses)}\n\n{markdown(rates, speeds)}"
 
 
 def _attention(cfg: RunConfig) -> str:
@@ -162,10 +125,10 @@ def _peak(summary: Summary) -> str:
 
 
 def _number(value: float | None, form: str) -> str:
-    return _NONE if value is None else f"{value:{form}}"
+    return NONE if value is None else f"{value:{form}}"
 
 
 def _time(unix_time_s: float | None) -> str:
     if unix_time_s is None:
-        return _NONE
+        return NONE
     return datetime.fromtimestamp(unix_time_s, UTC).strftime("%Y-%m-%d %H:%M:%S")

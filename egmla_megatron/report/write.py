@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
+from itertools import combinations
 from pathlib import Path
 
 from egmla_megatron.errors import UserError
 from egmla_megatron.folders import refuse_unwritable
 from egmla_megatron.report import predicted, tables, times
+from egmla_megatron.report.comparison import comparison
 from egmla_megatron.report.html import to_html
 from egmla_megatron.report.plots import plot_comparison, plot_loss, plot_parts, plot_throughput
 from egmla_megatron.report.read import RunMetrics, read_run
@@ -44,9 +47,9 @@ def write_comparison(run_dirs: Sequence[str | Path], out: str | Path) -> Path:
     plot_comparison(runs, folder / "comparison_time.png", over="time")
     sources = "\n".join(f"- {metrics.name}: `{metrics.run_dir}`" for metrics in runs)
     text = f"# Comparison of {len(runs)} runs\n\n{_warning(runs)}![loss over tokens](comparison.png)\n\n"
-    text += f"![loss over time in steps](comparison_time.png)\n\n{tables.comparison(runs)}\n\n"
-    text += "Training loss is the mean of the last 10 steps; tokens/s is the median with its quartiles, without\n"
-    text += f"warm-up steps.\n\n{sources}\n"
+    text += f"![loss over time in steps](comparison_time.png)\n\n{comparison(runs)}\n\n"
+    text += "Training loss is the mean of the last 10 steps; tokens/s is the median, with the quartiles of the\n"
+    text += f"n steps without warm-up.\n\n{sources}\n"
     return _write_both(folder / "comparison.md", text, f"Comparison of {len(runs)} runs")
 
 
@@ -60,13 +63,38 @@ def _tell_apart(runs: Sequence[RunMetrics]) -> None:
 
 def _warning(runs: Sequence[RunMetrics]) -> str:
     """Losses in nats per token mean nothing beside each other when the tokens are not the same."""
-    kinds = {
-        (os.path.normpath(metrics.config.data.tokenizer or ""), metrics.config.model.vocab_size) for metrics in runs
-    }
-    if len(kinds) == 1:
+    tokens = [_Tokens.of(metrics) for metrics in runs]
+    if all(one.same_as(other) for one, other in combinations(tokens, 2)):
         return ""
-    named = "; ".join(f"{name if name != '.' else 'not named'}, {size} ids" for name, size in sorted(kinds))
+    named = "; ".join(sorted({str(each) for each in tokens}))
     return f"**Warning: these runs count different tokens ({named}); their losses cannot be compared.**\n\n"
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """What a run counts."""
+
+    tokenizer: str  # path, empty: not named
+    sha256: str | None  # of the tokenizer, where the data knew it
+    vocab_size: int  # with padding
+
+    @classmethod
+    def of(cls, metrics: RunMetrics) -> _Tokens:
+        start = metrics.starts[-1] if metrics.starts else {}
+        path = metrics.config.data.tokenizer
+        return cls(
+            os.path.normpath(path) if path else "", start.get("tokenizer_sha256"), metrics.config.model.vocab_size
+        )
+
+    def same_as(self, other: _Tokens) -> bool:
+        """By checksum, whatever the paths and the padding; by path and size only where one of them knows none."""
+        if self.sha256 and other.sha256:
+            return self.sha256 == other.sha256
+        return (self.tokenizer, self.vocab_size) == (other.tokenizer, other.vocab_size)
+
+    def __str__(self) -> str:
+        kind = f"sha256 {self.sha256[:8]}" if self.sha256 else "checksum not known"
+        return f"{self.tokenizer or 'not named'}, {kind}, {self.vocab_size} ids"
 
 
 def _report(metrics: RunMetrics) -> str:

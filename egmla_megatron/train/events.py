@@ -40,6 +40,7 @@ EVENTS: dict[str, dict[str, str]] = {
         "layout": "ranks along tp, pp, cp, dp, gate group; micro-batches",
         "active_params": "parameters without gating tables",
         "gate_table_params": "parameters of the gating tables",
+        "tokenizer_sha256": "of the tokenizer of the training data; null where its manifests do not say, or differ",
         "predicted_memory_mib": "of the rank that needs most, by part; null on a CPU without /proc",
     },
     "step": {

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from egmla_megatron.checkpoint.save import Saver
 from egmla_megatron.data.batch import Batch
+from egmla_megatron.data.blend import tokenizer_sha256
 from egmla_megatron.errors import UserError
 from egmla_megatron.model.count import count_parameters
 from egmla_megatron.parallel.liveness import COMPUTING, PeerWatch
@@ -224,6 +225,7 @@ class Trainer:
                 "layout": asdict(self.world.layout),
                 "active_params": counts.active,
                 "gate_table_params": counts.gate_tables,
+                "tokenizer_sha256": tokenizer_sha256(self.cfg),
                 "predicted_memory_mib": self._predicted_memory_mib(),
             },
         )

@@ -13,8 +13,8 @@ import torch
 
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.data.batch import Batch
-from egmla_megatron.model.count import flops_per_token
 from egmla_megatron.report.cards import PEAK_BF16_FLOPS
+from egmla_megatron.report.rates import Workload
 
 __all__ = ["Memory", "Phases", "SeenIds", "Throughput", "dense_peak_flops", "memory_of"]
 
@@ -93,9 +93,8 @@ class SeenIds:
 class Throughput:
     """Turns step times into rates. The first `warmup` steps of a start do not count in the totals."""
 
-    tokens_per_step: int
+    work: Workload
     ranks: int
-    flops_per_token: float  # forward and backward
     peak_flops: float | None  # of one card
     warmup: int
     steps: int = 0
@@ -107,9 +106,8 @@ class Throughput:
     def of(cls, cfg: RunConfig, ranks: int, device: torch.device) -> Throughput:
         """For a configuration on `ranks` devices."""
         return cls(
-            tokens_per_step=cfg.train.global_batch_size * cfg.train.seq_length,
+            work=Workload.of(cfg),
             ranks=ranks,
-            flops_per_token=flops_per_token(cfg.model, cfg.train.seq_length).forward_backward,
             peak_flops=dense_peak_flops(device),
             warmup=cfg.logging.warmup_steps,
         )
@@ -124,14 +122,7 @@ class Throughput:
         return {"step_time_s": seconds, **self._rates(seconds)}
 
     def _rates(self, seconds: float) -> dict[str, float | None]:
-        rate = self.tokens_per_step / seconds
-        flops = rate / self.ranks * self.flops_per_token
-        return {
-            "tokens_per_second": rate,
-            "tokens_per_second_per_rank": rate / self.ranks,
-            "tflops_per_second_per_rank": flops / 1e12,
-            "mfu": flops / self.peak_flops if self.peak_flops else None,
-        }
+        return self.work.rates(seconds, self.ranks, self.peak_flops).named()
 
     def mean_step_s(self) -> float:
         """Mean time of a counted step, or of all steps when none counts yet; in seconds."""

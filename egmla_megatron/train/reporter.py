@@ -86,7 +86,7 @@ class StepReporter:
             "loss": result.loss,
             "grad_norm": result.grad_norm,
             "lr": lr,
-            "tokens": step * self.throughput.tokens_per_step,
+            "tokens": step * self.throughput.work.tokens,
             "skipped": not result.applied,
             "time_data_s": split and split.data,
             "time_forward_backward_s": split and split.forward_backward,

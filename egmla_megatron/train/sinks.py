@@ -14,12 +14,10 @@ from typing import Any, Protocol
 from egmla_megatron.config.load import to_dict
 from egmla_megatron.config.schema import RunConfig
 
-__all__ = ["Sinks", "format_duration", "open_sinks"]
+__all__ = ["NOTICED", "Sinks", "format_duration", "open_sinks"]
 
 _STANDS_OUT = 1.2  # the slowest rank's work in a step / the fastest one's, from which the console names it
-
-
-_NOTICED = 0.05  # of the step, by which it must be behind as well
+NOTICED = 0.05  # of the step, by which it must be behind as well
 
 
 class Sink(Protocol):
@@ -48,7 +46,7 @@ def _ranks(layout: Mapping[str, Any]) -> str:
 def _straggler(e: Mapping[str, Any]) -> str:
     """Who it is, where it stands out."""
     slow, fast = e["slowest_rank_busy_s"], e["fastest_rank_busy_s"]
-    if slow is None or slow <= max(_STANDS_OUT * fast, fast + _NOTICED * e["step_time_s"]):
+    if slow is None or slow <= max(_STANDS_OUT * fast, fast + NOTICED * e["step_time_s"]):
         return ""
     return (
         f"  slowest_rank {e['slowest_rank']} on {e['slowest_node']}, busy {slow * 1e3:.0f} ms, fastest {fast * 1e3:.0f}"

@@ -1,8 +1,11 @@
-"""Worker: counts the bytes of every collective of one training step, layout after layout, on this number of ranks.
+"""Worker: counts the bytes of every collective of one training step, layout after layout, on this number of ranks, and
+those that it holds.
 
     bytes_worker.py FOLDER
 
-FOLDER/cases.json holds name -> settings; each rank leaves FOLDER/rank<N>.json: name -> [[collective, ranks, bytes], ...].
+FOLDER/cases.json holds name -> settings; each rank leaves FOLDER/rank<N>.json: name -> {sent: [[collective, ranks,
+bytes], ...], gathered: bytes of megatron-core's buffer for the inputs of GEMMs, saved: bytes that autograd kept of the
+step's micro-batches}.
 """
 
 from __future__ import annotations
@@ -11,8 +14,12 @@ import faulthandler
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
+from megatron.core import parallel_state
 
 from egmla_megatron.bench.batches import micro_batches, open_dataset
 from egmla_megatron.bench.collectives import CollectiveCounter
@@ -26,9 +33,11 @@ from tests.bytes import bytes_run
 STEP = 1  # the second: parameters that overlap with forward are gathered from there on
 
 
-def count(settings: dict[str, Any], world: World) -> list[list[Any]]:
-    """Collectives of one layout."""
+def count(settings: dict[str, Any], world: World) -> dict[str, Any]:
+    """What one layout sends and holds."""
     cfg = bytes_run(settings)
+    held = parallel_state.get_global_memory_buffer().buffer
+    held.clear()
     seed_everything(cfg.run.seed, world)
     built = build_model(cfg, world)
     model = wrap_ddp(cfg, built, world)
@@ -40,7 +49,27 @@ def count(settings: dict[str, Any], world: World) -> list[list[Any]]:
         train_step(cfg, world, model, optimizer, batches)
     with CollectiveCounter() as counter:
         train_step(cfg, world, model, optimizer, batches)
-    return [[each.name, each.ranks, each.sent_bytes] for each in counter.found if each.ranks > 1]
+    return {
+        "sent": [[each.name, each.ranks, each.sent_bytes] for each in counter.found if each.ranks > 1],
+        "gathered": sum(tensor.nbytes for tensor in held.values()),
+        "saved": _saved_bytes(model, lambda: train_step(cfg, world, model, optimizer, batches)),
+    }
+
+
+def _saved_bytes(model: list[Any], step: Callable[[], object]) -> int:
+    """Of all micro-batches of a step, each storage once, without parameters."""
+    weights = {weight.untyped_storage().data_ptr() for chunk in model for weight in chunk.parameters()}
+    kept: dict[int, Any] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage  # kept alive, so that no address comes twice
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        step()
+    return sum(storage.nbytes() for storage in kept.values())
 
 
 def main(folder: Path) -> None:

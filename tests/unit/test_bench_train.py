@@ -59,3 +59,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
     assert output.count("step       4/") == 4  # reported: two variants, two rounds
     assert rows[0]["tflops_per_second_per_rank"] > 0
     assert "| base | " in output and "x base" in output
+    lines = [line.strip("| ").split(" | ") for line in output.splitlines() if line.startswith("| ")]
+    head, first = lines[0], lines[2]
+    assert "predicted" not in head and len(head) == len(first)
+    assert first[head.index("resident MiB")] == f"{rows[0]['peak_rss_mib']:,.0f}"

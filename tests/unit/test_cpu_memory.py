@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from dataclasses import replace
@@ -59,3 +60,40 @@ def test_parts() -> None:
     assert more["weights"] == parts["weights"]
     mine = resident_mib()
     assert mine is None or mine > 1
+
+
+BLOCKS = """
+import ctypes
+from egmla_megatron.parallel.heap import map_large_blocks
+
+class Heap(ctypes.Structure):
+    _fields_ = [("numbers", ctypes.c_size_t * 10)]
+
+libc = ctypes.CDLL(None)
+libc.mallinfo2.restype, libc.malloc.restype = Heap, ctypes.c_void_p
+libc.malloc.argtypes, libc.free.argtypes = [ctypes.c_size_t], [ctypes.c_void_p]
+
+def mapped():
+    libc.free(libc.malloc(31 * 2**20))  # from then on glibc would put all smaller blocks into the heap
+    before = libc.mallinfo2().numbers[3]
+    libc.malloc(2 * 2**20)
+    return libc.mallinfo2().numbers[3] - before
+
+print(mapped(), map_large_blocks(), mapped())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_large_blocks_stay_out_of_the_heap(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = subprocess.run([sys.executable, "-c", BLOCKS], cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0", "True", "1"]
+
+    import torch
+
+    from egmla_megatron.parallel import world
+
+    called: list[bool] = []
+    monkeypatch.setattr(world, "map_large_blocks", lambda: called.append(True))
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+    world._choose_device(0, deterministic=False)
+    assert called == [True] * (not torch.cuda.is_available())

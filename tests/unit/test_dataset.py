@@ -12,7 +12,7 @@ import pytest
 
 from egmla_megatron.config.load import load_config
 from egmla_megatron.config.schema import RunConfig
-from egmla_megatron.data.blend import parse_blend, resolve_eod
+from egmla_megatron.data.blend import parse_blend, resolve_eod, tokenizer_sha256
 from egmla_megatron.data.dataset import build_datasets, epoch_index, micro_batch_indices
 from egmla_megatron.errors import UserError
 from tests.tiny import write_dataset, write_run
@@ -163,3 +163,19 @@ def test_end_of_document_id(cfg: RunConfig, tmp_path: Path) -> None:
     Path(f"{cfg.data.train[0]}.json").unlink()
     with pytest.raises(UserError, match=r"data\.eod_id: .*set data\.eod_id=N"):
         resolve_eod(cfg)
+
+
+def test_tokenizer_of_the_training_data(cfg: RunConfig, tmp_path: Path) -> None:
+    """Known only where all of the data says the same."""
+    (prefix,) = cfg.data.train
+    own, second = Path(f"{prefix}.json"), tmp_path / "second.json"
+    both = replace(cfg, data=replace(cfg.data, train=(prefix, str(tmp_path / "second"))))
+    known = "1" * 64
+    own.write_text(json.dumps({"tokenizer_sha256": known}))
+    assert tokenizer_sha256(cfg) == known
+    assert tokenizer_sha256(both) is None  # no manifest
+    for other, common in (("0" * 64, None), ("", None), (known, known)):
+        second.write_text(json.dumps({"tokenizer_sha256": other}))
+        assert tokenizer_sha256(both) == common
+    own.write_text(json.dumps({"tokenizer_sha256": ""}))  # token lists: no tokenizer was read
+    assert tokenizer_sha256(cfg) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from egmla_megatron.config.check import check_config
 from egmla_megatron.config.load import load_config
 from egmla_megatron.config.schema import ModelConfig
+from egmla_megatron.config.to_mcore import transformer_config
 from egmla_megatron.errors import UserError
 from egmla_megatron.report.cards import Card, find_card, find_cluster
 from egmla_megatron.report.memory import memory_per_rank, unique_fraction, worst_stage
@@ -141,6 +143,17 @@ def _saved_bytes(cfg: Any, world: Any) -> int:
     return sum(storage.nbytes() for storage in kept.values())
 
 
+def test_pipeline_stages_keep_what_they_hand_on(world: Any) -> None:
+    """megatron-core frees a stage's outputs behind their sending only where it is told to, and it is not."""
+    settings = ["parallel.pipeline=2", "train.global_batch_size=64", *NO_OVERLAP]
+    cfg = load_config("pretrain_base", settings)
+    layout = check_config(cfg, 2)
+    held = [memory_per_rank(cfg, layout, stage, te=True, triton=True).communication for stage in range(2)]
+    output = 2 * 8 * 1024 * 768
+    assert not transformer_config(cfg, "torch", "flash").deallocate_pipeline_outputs
+    assert held == [2 * output, 0]
+
+
 def test_distinct_ids_fall_with_tokens() -> None:
     shares = [unique_fraction(tokens) for tokens in (16, 1000, 4096, 8192, 12_000, 65_536, 1 << 20)]
     assert shares == sorted(shares, reverse=True) and shares[0] <= 1.0 and shares[3] == 0.21
@@ -157,6 +170,16 @@ def test_search_finds_what_fits() -> None:
     assert all(layout["memory_gib"] < 79.2 for layout in found["layouts"])
     speeds = [layout["tokens_per_second"] for layout in found["layouts"]]
     assert speeds == sorted(speeds, reverse=True) and "by estimated tokens/s" in format_search(found)
+    assert best["train.cuda_graph"] == "true" and "train.cuda_graph=true" in format_search(found)
+    assert {layout["estimate_error"] for layout in found["layouts"]} == {0.11, 0.2}
+    graphs = [layout for layout in found["layouts"] if layout["train.cuda_graph"] == "true"]
+    assert 0 < len(graphs) < len(found["layouts"])
+    assert all(each["parallel.tensor"] == 1 and each["train.recompute"] == "none" for each in graphs)
+    assert re.search(r" [1-9]\d?0*(,000)+ tokens/s \+-11% ", format_search(found))
+    deterministic = make_search(
+        "pretrain_1b2", ["run.deterministic=true"], 8, _with_links(find_card("h100", None, None), 8)
+    )
+    assert all(layout["train.cuda_graph"] == "false" for layout in deterministic["layouts"])
     small = make_search("pretrain_1b2", [], 8, _with_links(find_card("small", 24.0, 100.0), 8))
     assert 0 < len(small["layouts"]) < len(found["layouts"])
     assert "tokens_per_second" not in small["layouts"][0] and "nothing computed twice first" in format_search(small)

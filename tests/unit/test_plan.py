@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,8 @@ from typing import Any
 import pytest
 
 from egmla_megatron.report.cards import find_card, find_cluster
-from egmla_megatron.report.plan import Hardware, make_comparison, make_plan
-from egmla_megatron.report.show_plan import format_comparison, format_plan
+from egmla_megatron.report.plan import Hardware, make_comparison, make_plan, make_search
+from egmla_megatron.report.show_plan import format_comparison, format_plan, format_search
 
 
 def _plan(root: Path, *arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -94,6 +95,10 @@ def test_time_and_cost_follow_from_the_step() -> None:
     assert budget["cost"] == pytest.approx(2.5 * budget["gpu_hours"]) and budget["days"] * 24 * 8 == budget["gpu_hours"]
     assert plan["graph_tokens_per_second"] > found["tokens_per_second"]  # the host limits this one
     text = format_plan(plan)
+    table = text[text.index("a step of ") : text.index("tokens/s")].splitlines()[1:-1]
+    *parts, step = [float(re.sub(r" ms.*", "", line[36:]).replace(",", "")) for line in table if line[36:].strip()]
+    assert sum(parts) == pytest.approx(step, abs=0.5) and len(parts) == 7 and min(parts) < 0
+    assert "give or take 20%" in text and re.search(r"tokens/s +[1-9]\d?0*(,000)* ", text)
     for part in ("host launches", "<- the limit", "MFU", "recompute none; selective", "gate rows", "at 2.5 a GPU-hour"):
         assert part in text
     assert "GB/s a GPU inside a node (data sheet" in text and "GB/s a node of" not in text
@@ -106,6 +111,14 @@ def test_no_estimate_without_its_numbers() -> None:
     assert plan["estimate"] is None and plan["fits"]
     assert "no estimate of the step time: give --gpu-memory-gb-per-s" in format_plan(plan)
     assert make_plan("quickstart", [], 2, _hardware(2))["estimate"] is None  # fp32
+
+
+def test_fp8_is_not_estimated() -> None:
+    settings = ["train.fp8=tensorwise", "parallel.implementation=te"]
+    text = format_plan(make_plan("pretrain_1b2", settings, 8, _hardware(8)))
+    assert "no estimate of the step time: set train.fp8=none: steps in FP8 are not estimated" in text
+    text = format_search(make_search("pretrain_1b2", settings, 8, _hardware(8)))
+    assert "speed not estimated: set train.fp8=none" in text and "tokens/s" not in text
 
 
 def test_comparison_of_two_configurations() -> None:

@@ -67,4 +67,4 @@ def test_profiled_steps_do_not_count_in_the_throughput() -> None:
     assert throughput.mean_rates()["tokens_per_second"] is None
     for step, seconds in enumerate((9.0, 9.0, 9.0, 9.0, 1.0, 3.0), start=1):
         throughput.add(seconds, profiled=profiler.covers(step))
-    assert throughput.mean_rates()["tokens_per_second"] == throughput.tokens_per_step / 2.0
+    assert throughput.mean_rates()["tokens_per_second"] == throughput.work.tokens / 2.0

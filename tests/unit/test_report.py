@@ -89,7 +89,7 @@ def _on_gpus(folder: Path) -> Path:
     start = _start(0, None) | {"device": "NVIDIA H200", "implementation": "te", "kernels": "triton", "layout": layout}
     records = [start | {"predicted_memory_mib": {"weights": 800.0, "total": 800.0}}]
     for step in range(1, 41):
-        straggler = {"slowest_rank": int(step % 4 == 0), "slowest_node": "node7", "slowest_rank_busy_s": 0.44}
+        straggler = {"slowest_rank": int(step % 8 == 0), "slowest_node": "node7", "slowest_rank_busy_s": 0.44}
         extra = (
             _PARTS | straggler | {"fastest_rank_busy_s": 0.4, "reserved_memory_mib": 990.0, "unique_id_fraction": 0.2}
         )
@@ -110,7 +110,7 @@ def test_all_that_a_trainer_can_measure(tmp_path: Path) -> None:
     assert rows["gradient reduction"][0] == "0.00" and rows["gradient reduction"][3] == "4.9%"  # every other step
     assert rows["rest"][0] == "90.00" and "exchange of gate embeddings" not in rows
     assert rows["reserved by torch's allocator (MiB)"] == ["990"]
-    assert (rows["0"], rows["1"]) == (["node7", "73%", "+10.0%"], ["node7", "27%", "+10.0%"])
+    assert rows["0"] == ["node7", "86%", "40.0 ms, +8.0%"] and "1" not in rows  # the other only by chance
     assert rows["steps that count"] == ["18.5", "74.0%"] and rows["evaluations"] == ["2.0", "8.0%"]
     assert rows["sum"][0] == "25.0"
     planned, measured, error = rows["tokens/s, all ranks"]  # the last table with such a row
@@ -118,7 +118,11 @@ def test_all_that_a_trainer_can_measure(tmp_path: Path) -> None:
     assert measured == "500,000" and error == f"{rate / 500_000 - 1:+.1%}" and 400_000 < rate < 700_000
     assert rows["MFU (%)"][1] == "30.0" and rows["distinct ids of a micro-batch (%)"] == ["21.0", "20.0", "+5.0%"]
     assert (run / "step_time.png").stat().st_size > 10_000 and "](step_time.png)" in text
-    assert (run / "report.html").read_text().count("data:image/png;base64,") == 3
+    assert (run / "report.html").read_text().count("data:image/png;base64,") == 3 and "FP8" not in text
+    in_fp8 = ["train.fp8=tensorwise", "parallel.implementation=te", "train.global_batch_size=16"]
+    (run / "config.yaml").write_text(dump_yaml(load_config("pretrain_base", in_fp8)))
+    text = write_report(run).read_text()
+    assert "Speed in FP8 is not estimated." in text and "tokens/s, all ranks | 5" in text and "limited by" not in text
 
 
 def test_time_of_a_run_that_never_said_how_it_ended(tmp_path: Path) -> None:
@@ -138,6 +142,23 @@ def test_losses_of_other_tokens_are_not_compared(tmp_path: Path) -> None:
     assert "count different tokens" in write_comparison([one, two], tmp_path / "other").read_text()
     assert (tmp_path / "other" / "comparison_time.png").exists()
     assert "count different tokens" in (tmp_path / "other" / "comparison.html").read_text()
+
+
+def test_tokenizers_are_compared_by_checksum_where_both_are_known(tmp_path: Path) -> None:
+    def compared(first: tuple[str, str | None], second: tuple[str, str | None]) -> str:
+        runs = []
+        for name, (path, checksum) in {"one": first, "two": second}.items():
+            run = _run(tmp_path / name, [_start(0, None) | {"tokenizer_sha256": checksum}, _step(1, 5.0)], name=name)
+            settings = [f"run.name={name}", f"data.tokenizer={path}"]
+            (run / "config.yaml").write_text(dump_yaml(load_config("quickstart", settings)))
+            runs.append(run)
+        return write_comparison(runs, tmp_path / "out").read_text()
+
+    assert "Warning" not in compared(("here/gpt2", "a" * 64), ("there/gpt2", "a" * 64))  # a copy is the same
+    text = compared(("gpt2", "a" * 64), ("gpt2", "b" * 64))  # replaced between the runs
+    assert "count different tokens (gpt2, sha256 aaaaaaaa, 8192 ids; gpt2, sha256 bbbbbbbb, 8192 ids)" in text
+    assert "Warning" not in compared(("gpt2", "a" * 64), ("gpt2", None))
+    assert "checksum not known" in compared(("here/gpt2", "a" * 64), ("there/gpt2", None))
 
 
 def test_the_evaluation_of_a_checkpoint(tmp_path: Path) -> None:
@@ -233,6 +254,34 @@ def test_comparison(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "comparison.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(UserError, match="two or more"):
         write_comparison(runs[:1], tmp_path)
+
+
+def test_seeds_of_one_configuration_are_one_row(tmp_path: Path) -> None:
+    runs = []
+    for seed, loss in ((1, 5.0), (2, 5.5), (3, 6.3), (3, 7.0)):
+        records = [_start(0, None), *(_step(step, loss, tokens_per_second=1000.0 * seed) for step in range(1, 9))]
+        run = _run(tmp_path / f"run{len(runs)}", [*records, _eval(8, loss + 1)], name=f"s{len(runs)}")
+        settings = [f"run.seed={seed}", f"run.name=s{len(runs)}", f"run.dir=runs/{seed}"]
+        (run / "config.yaml").write_text(dump_yaml(load_config("quickstart", settings)))
+        runs.append(run)
+    other = load_config("quickstart", ["run.seed=4", "run.name=other", "optimizer.lr=1e-4"])
+    (_run(tmp_path / "other", [_start(0, None), _step(8, 9.0)]) / "config.yaml").write_text(dump_yaml(other))
+    shorter = _run(tmp_path / "shorter", [_start(0, None), _step(1, 9.0)])
+    (shorter / "config.yaml").write_text(dump_yaml(load_config("quickstart", ["run.seed=5", "run.name=shorter"])))
+    text = write_comparison([*runs, tmp_path / "other", shorter], tmp_path / "out").read_text()
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    assert [row[:2] for row in rows if len(row) == 9] == [
+        ["run", "runs"],
+        ["---", "---:"],
+        ["s0, s1, s2", "3"],
+        ["s3", "1"],  # the same seed again
+        ["other", "1"],
+        ["shorter", "1"],
+    ]
+    assert rows[2][-2:] == ["5.6000 (5.0000 to 6.3000)", "6.6000 (6.0000 to 7.3000)"] and rows[3][-2] == "7.0000"
+    speeds = next(row for row in rows if row[0] == "s0, s1, s2" and len(row) == 8)
+    assert speeds[2:6] == ["2,000 (1,000 to 3,000)", "1,000", "3,000", "15"]
+    assert "s0, s1, s2: 1, 2, 3" in text
 
 
 def test_mistakes_are_named(tmp_path: Path) -> None:

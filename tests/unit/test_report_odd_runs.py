@@ -9,9 +9,11 @@ import pytest
 
 from egmla_megatron.config.load import dump_yaml, load_config
 from egmla_megatron.errors import UserError
+from egmla_megatron.report.plots import bars
 from egmla_megatron.report.predicted import prediction
 from egmla_megatron.report.read import read_run
 from egmla_megatron.report.summary import summarize
+from egmla_megatron.report.times import stragglers
 from egmla_megatron.report.write import write_comparison, write_report
 from tests.unit.test_report import _run, _start, _step
 
@@ -69,3 +71,50 @@ def test_runs_of_one_name_and_folders_that_cannot_be_written(tmp_path: Path) -> 
     for bad in (tmp_path / "file", Path("/proc/x")):
         with pytest.raises(UserError, match="--out"):
             write_comparison(runs, bad)
+
+
+def _timeline(*events: tuple[str, int, float]) -> list[dict[str, object]]:
+    """(kind, step, second) with steps of one second."""
+    make = {"start": lambda step: _start(step, None), "step": lambda step: _step(step, 5.0, step_time_s=1.0)}
+    return [make[kind](step) | {"unix_time_s": 1.7e9 + second} for kind, step, second in events]
+
+
+def test_time_lost_in_restarts(tmp_path: Path) -> None:
+    """All seconds but those of thirteen steps; the first stop throws four away, the second, before they are made up
+    for, two more."""
+    first = [("start", 0, 0.0), *(("step", step, float(step)) for step in range(1, 13))]
+    once = [("start", 8, 32.0), *(("step", step, 24.0 + step) for step in range(9, 14))]
+    metrics = read_run(_run(tmp_path / "once", _timeline(*first, *once)))
+    assert metrics.restart_s == pytest.approx(37 - 13)
+    text = write_report(tmp_path / "once").read_text()
+    assert (
+        "| restarts (standing still, starting, repeating steps) | 24.0 | 64.9% |" in text and "| sum | 37.0 |" in text
+    )
+    twice = [*once[:3], ("start", 8, 50.0), *(("step", step, 42.0 + step) for step in range(9, 14))]
+    assert read_run(_run(tmp_path / "twice", _timeline(*first, *twice))).restart_s == pytest.approx(55 - 13)
+    never = read_run(_run(tmp_path / "never", _timeline(*first, *once[:3])))  # still behind
+    assert never.restart_s == pytest.approx(34 - 10)
+    smooth = read_run(_run(tmp_path / "smooth", _timeline(*first)))
+    assert smooth.restart_s == 0.0 and "restarts (" not in write_report(tmp_path / "smooth").read_text()
+
+
+def test_no_straggler_below_the_noise(tmp_path: Path) -> None:
+    def said(slowest: list[int], lag_s: float) -> str:
+        extra = {"slowest_node": "node7", "slowest_rank_busy_s": 0.4 + lag_s, "fastest_rank_busy_s": 0.4}
+        steps = [_step(step, 5.0, slowest_rank=rank, **extra) for step, rank in enumerate(slowest, 1)]
+        return stragglers(read_run(_run(tmp_path / "run", [_start(0, None) | {"world_size": 4}, *steps])))
+
+    assert "| 3 | node7 | 100% | 30.0 ms, +6.0% |" in said([3] * 40, 0.03)
+    assert "No rank stands out: the slowest most often is 3 on node7, in 100%" in said([3] * 40, 0.02)  # of 500 ms
+    assert "No rank stands out" in said([0, 1, 2, 3] * 10, 0.03)  # each as often as chance has it
+    table = said([2, 0, 2, 2] * 10, 0.03)
+    assert "| 2 | node7 | 76% |" in table and "| 0 |" not in table
+    assert "No rank stands out" in said([*range(4), *range(4)], 0.03)  # too few to know
+
+
+def test_bars_and_the_marks_of_restarts() -> None:
+    chunks, edges, marks = bars([1, 2, 3, 4, 5, 6], [4], 1)
+    assert edges == [0.5, 1.5, 2.5, 3.5, 4.5, 5.5, 6.5] and marks == [4.5]
+    chunks, edges, marks = bars([10, 20, 30, 40, 50], [28, 50, 3], 2)  # lines every ten steps, two in a bar
+    assert chunks == [slice(0, 2), slice(2, 4), slice(4, 5)]
+    assert edges == [5, 25, 45, 55] and marks == [25, 55, 5]

@@ -1,0 +1,23 @@
+"""The C library's heap on ranks that train on a CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+
+__all__ = ["MAPPED_FROM", "map_large_blocks"]
+
+_M_MMAP_THRESHOLD = -3  # <malloc.h>
+MAPPED_FROM = 2**20  # bytes
+
+
+def map_large_blocks() -> bool:
+    """Gives every block from 1 MiB on a mapping of its own, which goes back to the system when it is freed.
+
+    glibc raises that limit to the size of what is freed, up to 32 MiB, and then keeps activations of all sizes in one
+    heap, which tears into gaps: the quickstart's rank went from 925 to 1,380 MiB in 20 steps with never more than 330
+    in use, and stays at 974 with this, for 2% more time (tools/records/README.md). False where there is no glibc.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return False
+    return bool(ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, MAPPED_FROM))

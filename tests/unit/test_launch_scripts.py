@@ -289,4 +289,9 @@ def test_evaluate(desk: Desk) -> None:
     assert code == 0 and tool in err and "--nnodes" in err
     code, _, err = desk.run("evaluate.sh", *wanted)
     assert code == 0 and tool in err and "--standalone" in err
+    for extra in (desk.slurm("x"), {"EGMLA_NPROC": "4"}):  # lm_eval: one process, whatever there is
+        code, _, err = desk.run("evaluate.sh", "tasks", "my run", "--tasks", "a,b", **extra)
+        called = [line for line in err.splitlines() if not line.startswith("warning: nvidia-smi")]
+        assert code == 0, err
+        assert called == [f"python [{desk.root}/tools/evaluate.py] [tasks] [my run] [--tasks] [a,b]"]
     assert desk.run("evaluate.sh", "ppl", "--help")[2].startswith(f"python [{desk.root}/tools/evaluate.py]")

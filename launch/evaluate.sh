@@ -25,10 +25,11 @@ source "$here/job.sh"
 tool="$EGMLA_ROOT/tools/evaluate.py"
 case " $* " in *' -h '* | *' --help '*) exec "$EGMLA_PY" "$tool" "$@" ;; esac
 
+egmla_array_words "$@"
 egmla_open_job
 if [ "${1:-}" = tasks ]; then # lm_eval runs the model in one process
-    egmla_once "$tool" "$@"
+    egmla_once "$tool" "${EGMLA_WORDS[@]}"
     exit
 fi
 if egmla_under_slurm; then egmla_find_port; fi
-egmla_on_ranks "$tool" "$@"
+egmla_on_ranks "$tool" ${EGMLA_WORDS[@]+"${EGMLA_WORDS[@]}"}

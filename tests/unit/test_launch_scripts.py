@@ -170,6 +170,29 @@ def test_a_restart_is_recorded_before_it_can_fail(desk: Desk) -> None:
     assert code == 1 and "[begin]" not in err and "[end]" not in err  # somebody watches the first start
 
 
+def test_a_task_of_an_array_is_a_job_of_its_own(desk: Desk) -> None:
+    """%a is its number; Slurm's commands get the task, since the number of the last task is that of the array."""
+    job = desk.bin / "scontrol"
+    told = _SCONTROL + 'echo "scontrol [$*]" >&2; case "$1" in requeue) exit 1 ;; esac\n'
+    job.write_text(told.replace("JobId=7", "JobId=7 ArrayJobId=7 ArrayTaskId=3"))
+    (desk.bin / "python").write_text(_PYTHON + 'case " $* " in *" end "*) exit 75 ;; esac\n')
+    task = {**desk.slurm("x"), "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_COUNT": "4"}
+    code, _, err = desk.run("pretrain_base.sh", "run.dir=runs/seed%a", "run.seed=%a", **task)
+    assert code == 1 and "[run.dir=runs/seed3] [run.seed=3]" in err and "warning: all" not in err, err
+    assert "[--job] [7_3]" in err and "scontrol [requeue 7_3]" in err
+    assert "warning: all 4 tasks of this array have one run folder" in desk.run("pretrain_base.sh", **task)[2]
+    for script, words in (("evaluate.sh", ("ppl", "run")), ("bench_sharding.sh", ())):
+        assert "[--json] [3 3.json]" in desk.run(script, *words, "--json", "%a %a.json", **task)[2]
+    job.write_text(told)  # a job submitted from inside that task: it has inherited the variables
+    err = desk.run("pretrain_base.sh", **task, SLURM_HET_SIZE="2")[2]
+    assert "[--job] [7]" in err and "scontrol [requeue 7]" in err and "warning: all" not in err, err
+    code, _, err = desk.run("pretrain_base.sh", "run.dir=runs/seed%a")
+    assert (code, err.count("\n")) == (2, 1) and "got %a, allowed in job arrays only" in err
+    job.write_text(_SCONTROL.replace("JobId=7", "JobId=7 HetJobId=7 HetJobOffset=0"))
+    code, _, err = desk.run("pretrain_base.sh", **desk.slurm("x"), SLURM_HET_SIZE="2")
+    assert (code, err.count("\n")) == (2, 1) and "got a heterogeneous job of 2 components, allowed one" in err
+
+
 def test_gpus_are_those_that_are_visible(desk: Desk) -> None:
     assert "warning: nvidia-smi fails" in desk.run("pretrain_base.sh", "--check")[2]
     listed = "".join(

@@ -103,16 +103,25 @@ egmla_open_job() {
     egmla_check_partition
 }
 
+# What the image itself sets would win over what is exported here, so that the command is started by env in it.
 egmla_open_container() {
-    local mounts="$EGMLA_ROOT:$EGMLA_ROOT,$EGMLA_CALLER:$EGMLA_CALLER${SITE_MOUNTS:+,$SITE_MOUNTS}"
+    local mounts="$EGMLA_ROOT:$EGMLA_ROOT" variables=(env "PYTHONPATH=${PYTHONPATH:-}")
+    [ "$SITE_CONTAINER" != none ] || return 0
+    [[ "$EGMLA_ROOT$EGMLA_CALLER" != *[:,]* ]] ||
+        egmla_die "SITE_CONTAINER=$SITE_CONTAINER: got $EGMLA_ROOT and $EGMLA_CALLER, allowed paths without : and , to be mounted; move them"
+    [ "$EGMLA_CALLER" = "$EGMLA_ROOT" ] || mounts+=",$EGMLA_CALLER:$EGMLA_CALLER"
+    mounts+="${SITE_MOUNTS:+,$SITE_MOUNTS}"
+    [ -z "$SITE_INTERFACE" ] || variables+=(NCCL_SOCKET_IFNAME="$SITE_INTERFACE" GLOO_SOCKET_IFNAME="$SITE_INTERFACE")
+    variables+=(${SITE_ENVIRONMENT[@]+"${SITE_ENVIRONMENT[@]}"})
     case "$SITE_CONTAINER" in
         apptainer)
             command -v apptainer >/dev/null || egmla_die "SITE_CONTAINER=apptainer: the command is not here; load its module"
-            EGMLA_INSIDE=(apptainer exec --nv --bind "$mounts" --pwd "$EGMLA_CALLER" "$SITE_IMAGE")
+            EGMLA_INSIDE=(apptainer exec --nv --bind "$mounts" --pwd "$EGMLA_CALLER" "$SITE_IMAGE" "${variables[@]}")
             ;;
         pyxis)
             egmla_under_slurm || egmla_die "SITE_CONTAINER=pyxis: allowed under Slurm only; use sbatch, or another container"
             EGMLA_SRUN+=(--container-image="$SITE_IMAGE" --container-mounts="$mounts" --container-workdir="$EGMLA_CALLER")
+            EGMLA_INSIDE=("${variables[@]}")
             ;;
     esac
 }
@@ -127,7 +136,8 @@ egmla_check_partition() {
 # Runs "$@" once: here, or in pyxis or from a login node as a step on the first node.
 egmla_once() {
     if egmla_under_slurm && { [ "$SITE_CONTAINER" = pyxis ] || ! egmla_on_first_node; }; then
-        "${EGMLA_SRUN[@]}" --nodes=1 --ntasks=1 --nodelist="${EGMLA_NODES[0]}" "$EGMLA_PY" "$@"
+        "${EGMLA_SRUN[@]}" --nodes=1 --ntasks=1 --nodelist="${EGMLA_NODES[0]}" \
+            ${EGMLA_INSIDE[@]+"${EGMLA_INSIDE[@]}"} "$EGMLA_PY" "$@"
     else
         ${EGMLA_INSIDE[@]+"${EGMLA_INSIDE[@]}"} "$EGMLA_PY" "$@"
     fi
@@ -139,6 +149,7 @@ EGMLA_TASK='
 cd "$EGMLA_CALLER" 2>/dev/null || missing="$EGMLA_CALLER"
 [ -r "$EGMLA_ROOT/launch/common.sh" ] || missing="$EGMLA_ROOT"
 command -v "$1" >/dev/null || missing="$1"
+[ "$1" != env ] || command -v "$EGMLA_PY" >/dev/null || missing="$EGMLA_PY" # in the image
 if [ -n "${missing:-}" ]; then
     echo "error: node $SLURMD_NODENAME: $missing is not there; put it on a disk that all nodes see, or leave the node out" >&2
     exit 2

@@ -89,6 +89,7 @@ def test_what_an_end_means(code: int, caught: int, stopped_by: int, checks: bool
     opened = launch("", 0, from_step=4, ended_unix_s=0.0)
     closed = close_launch(opened, code, caught, tail(steps=steps, ends=ends), "said", checks=checks)
     assert (closed.outcome, closed.reached, closed.is_open) == (outcome, 9, False)
+    assert closed.said == ("" if outcome in ("saved", "stopped") else "said")
     assert judge([closed]).code == verdict
 
 
@@ -254,7 +255,8 @@ def test_the_status_of_a_run(tmp_path: Path) -> None:
     assert status["eta_s"] == 150.0 and status["next_checkpoint"] == {"step": 40, "in_s": 30.0}
     assert status["tokens_per_second"] == 4 * 16 / 2.0
     text = format_status(status, now)
-    assert "step 25 of 100 (25.0%)" in text and "0:02:30 to go" in text and "next at step 40 in 0:00:30" in text
+    assert "step 25 of 100 (25.0%), 0.002 M of 0.006 M tokens" in text
+    assert "0:02:30 to go" in text and "next at step 40 in 0:00:30" in text
     assert "25: 4.0000" in text and "20: loss 4.9000" in text and "job 7, restart 0, 2 ranks on a, b" in text
     assert "no sign of life for" in read_status(tmp_path, now + 3600)["state"]
     assert read_tail(tmp_path).steps[-1]["step"] == 25

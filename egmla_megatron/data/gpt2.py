@@ -9,7 +9,7 @@ from typing import Any
 
 from egmla_megatron.errors import UserError
 
-__all__ = ["END_OF_TEXT", "find_gpt2_files", "load_gpt2_files", "ranks_digest"]
+__all__ = ["END_OF_TEXT", "find_gpt2_files", "gpt2_encoding", "load_gpt2_files", "ranks_digest"]
 
 END_OF_TEXT = "<|endoftext|>"
 _PAIRS = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))  # OpenAI's names, Hugging Face's names
@@ -53,9 +53,7 @@ def _read_object(path: Path) -> dict[str, Any] | None:
 
 def load_gpt2_files(vocabulary: Path, merges: Path) -> Any:
     """A tiktoken Encoding. UserError when the files do not belong together or lack the end-of-text token."""
-    import tiktoken
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks
-    from tiktoken_ext.openai_public import r50k_pat_str  # how GPT-2 cuts text before merges are applied
 
     try:
         ids = json.loads(vocabulary.read_text(encoding="utf-8"))
@@ -67,11 +65,19 @@ def load_gpt2_files(vocabulary: Path, merges: Path) -> Any:
         ) from error
     if END_OF_TEXT not in ids:
         raise UserError(f"tokenizer: {vocabulary} has no end-of-document token {END_OF_TEXT}; use GPT-2's own files")
+    return gpt2_encoding(ranks, ids[END_OF_TEXT])
+
+
+def gpt2_encoding(ranks: dict[bytes, int], end_of_text: int) -> Any:
+    """A tiktoken Encoding that cuts text as GPT-2 does before it applies merges."""
+    import tiktoken
+    from tiktoken_ext.openai_public import r50k_pat_str
+
     return tiktoken.Encoding(
-        name=f"gpt2-{ranks_digest(ranks)[:8]}",
+        name="gpt2 from its ranks",
         pat_str=r50k_pat_str,
         mergeable_ranks=ranks,
-        special_tokens={END_OF_TEXT: ids[END_OF_TEXT]},
+        special_tokens={END_OF_TEXT: end_of_text},
     )
 
 

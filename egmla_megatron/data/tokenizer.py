@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import re
+from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from egmla_megatron.data.gpt2 import END_OF_TEXT, find_gpt2_files, load_gpt2_files, ranks_digest
+from egmla_megatron.data.gpt2 import END_OF_TEXT, find_gpt2_files, gpt2_encoding, load_gpt2_files, ranks_digest
 from egmla_megatron.errors import UserError
 
 __all__ = ["GPT2", "TokenIds", "Tokenizer", "load_tokenizer"]
@@ -45,44 +46,28 @@ class TokenIds:
         return OrderedDict(kind="token_ids", eod=self.eod, vocab_size=self.vocab_size)
 
 
-class Tokenizer:
-    """Text <-> ids. Made by `load_tokenizer`."""
+class Tokenizer(ABC):
+    """Text <-> ids. Made by `load_tokenizer`; can be pickled, so that worker processes need not load it again."""
 
-    def __init__(
-        self,
-        *,
-        kind: str,
-        name: str,
-        sha256: str,
-        eod: int,
-        vocab_size: int,
-        encode: Callable[[str], list[int]],
-        decode: Callable[[Sequence[int]], str],
-        encode_array: Callable[[str], np.ndarray] | None = None,
-    ) -> None:
+    def __init__(self, *, kind: str, name: str, sha256: str, eod: int, vocab_size: int) -> None:
         self.kind = kind  # sentencepiece, huggingface or gpt2
         self.name = name  # path or name that it was loaded from
         self.sha256 = sha256  # of the file(s) that define it
         self.eod = eod
         self.vocab_size = vocab_size
         self.pad = _NO_PAD
-        self._encode = encode
-        self._decode = decode
-        self._encode_array = encode_array
 
+    @abstractmethod
     def encode(self, text: str) -> list[int]:
         """Ids of the text, without special tokens; text that looks like a special token is text."""
-        return self._encode(text)
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the ids; special tokens give nothing."""
 
     def encode_array(self, text: str) -> np.ndarray:
         """The same ids as a row of integers, without a Python list in between where the tokenizer can."""
-        if self._encode_array is not None:
-            return self._encode_array(text)
-        return np.asarray(self._encode(text), dtype=np.int64)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of the ids; special tokens give nothing."""
-        return self._decode([int(token) for token in ids])
+        return np.asarray(self.encode(text), dtype=np.int64)
 
     @property
     def eos(self) -> int:
@@ -93,6 +78,69 @@ class Tokenizer:
     def unique_identifiers(self) -> OrderedDict[str, Any]:
         """What distinguishes cached sample indices; no path, so a moved tokenizer keeps its cache."""
         return OrderedDict(kind=self.kind, sha256=self.sha256, eod=self.eod, vocab_size=self.vocab_size)
+
+
+class _SentencePiece(Tokenizer):
+    def __init__(self, processor: Any, *, name: str, sha256: str) -> None:
+        super().__init__(
+            kind="sentencepiece",
+            name=name,
+            sha256=sha256,
+            eod=processor.eos_id(),
+            vocab_size=processor.vocab_size(),
+        )
+        self.processor = processor
+        pieces = processor.id_to_piece(list(range(processor.vocab_size())))
+        self.splits_at_newlines = "\n" not in "".join(pieces)
+
+    def encode(self, text: str) -> list[int]:
+        chunks = _line_chunks(text) if self.splits_at_newlines else [text]
+        return [token for chunk in chunks for token in self.processor.encode(chunk)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self.processor.decode([int(token) for token in ids])
+        return text
+
+
+class _HuggingFace(Tokenizer):
+    def __init__(self, tokenizer: Any, *, name: str, sha256: str) -> None:
+        super().__init__(
+            kind="huggingface", name=name, sha256=sha256, eod=tokenizer.eos_token_id, vocab_size=len(tokenizer)
+        )
+        self.tokenizer = tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        plain = [int(token) for token in ids]
+        text: str = self.tokenizer.decode(plain, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+
+class _GPT2(Tokenizer):
+    def __init__(self, encoding: Any, *, name: str) -> None:
+        super().__init__(
+            kind=GPT2,
+            name=name,
+            sha256=ranks_digest(encoding._mergeable_ranks),
+            eod=encoding.encode_single_token(END_OF_TEXT),
+            vocab_size=encoding.n_vocab,
+        )
+        self.encoding = encoding
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self.encoding.encode(text, disallowed_special=())
+        return ids
+
+    def encode_array(self, text: str) -> np.ndarray:
+        ids: np.ndarray = self.encoding.encode_to_numpy(text, disallowed_special=())
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self.encoding.decode([int(token) for token in ids if token != self.encoding.eot_token])
+        return text
 
 
 def load_tokenizer(source: str | Path) -> Tokenizer:
@@ -120,21 +168,7 @@ def _load_sentencepiece(path: Path) -> Tokenizer:
         raise UserError(f"tokenizer: {path} is not a sentencepiece model; train or copy it again") from error
     if processor.eos_id() < 0:
         raise UserError(f"tokenizer: {path} has no end-of-document (eos) piece; train it with an eos_id")
-    splits_at_newlines = "\n" not in "".join(processor.id_to_piece(list(range(processor.vocab_size()))))
-
-    def encode(text: str) -> list[int]:
-        chunks = _line_chunks(text) if splits_at_newlines else [text]
-        return [token for chunk in chunks for token in processor.encode(chunk)]
-
-    return Tokenizer(
-        kind="sentencepiece",
-        name=str(path),
-        sha256=hashlib.sha256(raw).hexdigest(),
-        eod=processor.eos_id(),
-        vocab_size=processor.vocab_size(),
-        encode=encode,
-        decode=processor.decode,
-    )
+    return _SentencePiece(processor, name=str(path), sha256=hashlib.sha256(raw).hexdigest())
 
 
 def _line_chunks(text: str) -> list[str]:
@@ -152,7 +186,7 @@ def _line_chunks(text: str) -> list[str]:
 
 def _load_folder(path: Path) -> Tokenizer:
     if pair := find_gpt2_files(path):
-        return _gpt2_tokenizer(load_gpt2_files(*pair), str(path))
+        return _GPT2(load_gpt2_files(*pair), name=str(path))
     if not (path / "tokenizer_config.json").is_file():
         raise UserError(f"tokenizer: {path} has no tokenizer_config.json; give the folder of a complete tokenizer")
     from transformers import AutoTokenizer
@@ -164,15 +198,8 @@ def _load_folder(path: Path) -> Tokenizer:
         raise UserError(f"tokenizer: {path} loads as an empty vocabulary; add its tokenizer.json")
     defining = re.compile(r"(tokenizer|vocab|merges|added|special).*\.(json|model|txt)")
     files = sorted(file for file in path.iterdir() if defining.fullmatch(file.name))
-    return Tokenizer(
-        kind="huggingface",
-        name=str(path),
-        sha256=hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest(),
-        eod=tokenizer.eos_token_id,
-        vocab_size=len(tokenizer),
-        encode=lambda text: tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True),
-        decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False),
-    )
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    return _HuggingFace(tokenizer, name=str(path), sha256=digest)
 
 
 def _load_gpt2() -> Tokenizer:
@@ -185,17 +212,5 @@ def _load_gpt2() -> Tokenizer:
             "tokenizer: gpt2 is not in tiktoken's cache and cannot be downloaded; "
             "give a folder with the GPT-2 tokenizer's files, or set TIKTOKEN_CACHE_DIR"
         ) from error
-    return _gpt2_tokenizer(encoding, GPT2)
-
-
-def _gpt2_tokenizer(encoding: Any, name: str) -> Tokenizer:
-    return Tokenizer(
-        kind=GPT2,
-        name=name,
-        sha256=ranks_digest(encoding._mergeable_ranks),
-        eod=encoding.encode_single_token(END_OF_TEXT),
-        vocab_size=encoding.n_vocab,
-        encode=lambda text: encoding.encode(text, disallowed_special=()),
-        decode=lambda ids: encoding.decode([token for token in ids if token != encoding.eot_token]),
-        encode_array=lambda text: encoding.encode_to_numpy(text, disallowed_special=()),
-    )
+    # A copy under a name of its own: tiktoken pickles what it knows by name as that name, to be loaded again.
+    return _GPT2(gpt2_encoding(encoding._mergeable_ranks, encoding.eot_token), name=GPT2)

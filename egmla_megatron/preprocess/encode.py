@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,10 +26,8 @@ class Documents:
 class Encoder:
     """Encodes the rows of one worker; remembers which ids it saw."""
 
-    def __init__(
-        self, vocabulary: Vocabulary, append_eos: str, text_encoder: Callable[[str], np.ndarray] | None = None
-    ) -> None:
-        self.vocabulary, self.append_eos, self.text_encoder = vocabulary, append_eos, text_encoder
+    def __init__(self, vocabulary: Vocabulary, append_eos: str) -> None:
+        self.vocabulary, self.append_eos = vocabulary, append_eos
         self.seen_V = np.zeros(vocabulary.size, bool)
 
     def encode(self, rows: TokenRows | TextRows, ledger: Ledger) -> Documents:
@@ -44,15 +41,21 @@ class Encoder:
         keep_R = lengths_R > 0
         if not keep_R.all():
             lengths_R, bare_R, clusters_R = lengths_R[keep_R], bare_R[keep_R], clusters_R[keep_R]
-        self.seen_V |= np.bincount(tokens_T, minlength=self.vocabulary.size).astype(bool)
+        self._remember(tokens_T)
         ledger.counts["documents"] += len(lengths_R)
         ledger.counts["tokens"] += len(tokens_T)
         return Documents(tokens_T, lengths_R, _hashes(tokens_T, lengths_R, bare_R), clusters_R)
 
+    def _remember(self, tokens_T: np.ndarray) -> None:
+        """Marks the ids as seen: few are new, so that looking is cheaper than counting or writing all of them."""
+        ids_T = tokens_T.astype(np.intp)
+        seen_T = self.seen_V.take(ids_T, mode="clip")  # ids are in range; "raise" would look once more
+        self.seen_V[ids_T[~seen_T]] = True
+
     def _from_text(self, rows: TextRows, ledger: Ledger) -> tuple[np.ndarray, np.ndarray]:
-        assert self.text_encoder is not None, "text rows need a tokenizer"
-        dtype = self.vocabulary.dtype
-        pieces = [self.text_encoder(text) for text in rows.texts]
+        dtype, encode = self.vocabulary.dtype, self.vocabulary.text_encoder
+        assert encode is not None, "text rows need a tokenizer"
+        pieces = [encode(text) for text in rows.texts]
         lengths_R = np.fromiter(map(len, pieces), np.int64, len(pieces))
         tokens_T = np.concatenate(pieces).astype(dtype) if pieces else np.empty(0, dtype)
         return tokens_T, lengths_R

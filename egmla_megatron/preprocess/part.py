@@ -16,14 +16,16 @@ import numpy as np
 
 from egmla_megatron.preprocess import read_hub, read_jsonl, read_parquet, read_text
 from egmla_megatron.preprocess.columns import UnreadableError
+from egmla_megatron.preprocess.disk import writing_to
 from egmla_megatron.preprocess.encode import Documents, Encoder
 from egmla_megatron.preprocess.plan import Part, Plan, Slice
 from egmla_megatron.preprocess.prefetch import prefetched
 from egmla_megatron.preprocess.rows import Ledger, TextRows, TokenRows
 
-__all__ = ["part_file", "read_record", "write_part"]
+__all__ = ["Report", "part_file", "read_record", "write_part"]
 
 Progress = Callable[[int, int], None]  # input bytes done, tokens written; of this part so far
+Report = Callable[[int, int, int], None]  # the same behind the part's number
 
 
 def part_file(folder: Path, number: int, suffix: str) -> Path:
@@ -41,19 +43,20 @@ def read_record(folder: Path, number: int) -> dict[str, Any] | None:
 
 
 def write_part(plan: Plan, part: Part, folder: Path, encoder: Encoder, progress: Progress) -> None:
-    """Writes the part's three files under temporary names and renames them."""
+    """Writes the part's three files under temporary names and renames them. UserError when the disk cannot take it."""
     temporary = {
         suffix: part_file(folder, part.number, f"{suffix}.{socket.gethostname()}-{os.getpid()}.tmp")
         for suffix in _SUFFIXES
     }
     try:
-        with temporary["bin"].open("wb", buffering=1 << 20) as out:
-            arrays, record = _convert(plan, part, encoder, out, progress)
-        with temporary["npz"].open("wb") as stream:
-            np.savez(stream, allow_pickle=False, **arrays)
-        temporary["json"].write_text(json.dumps(record) + "\n", encoding="utf-8")
-        for suffix in _SUFFIXES:
-            temporary[suffix].rename(part_file(folder, part.number, suffix))
+        with writing_to(folder):
+            with temporary["bin"].open("wb", buffering=1 << 20) as out:
+                arrays, record = _convert(plan, part, encoder, out, progress)
+            with temporary["npz"].open("wb") as stream:
+                np.savez(stream, allow_pickle=False, **arrays)
+            temporary["json"].write_text(json.dumps(record) + "\n", encoding="utf-8")
+            for suffix in _SUFFIXES:
+                temporary[suffix].rename(part_file(folder, part.number, suffix))
     finally:
         for path in temporary.values():
             path.unlink(missing_ok=True)

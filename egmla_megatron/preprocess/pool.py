@@ -11,24 +11,22 @@ import signal
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn
 
 from egmla_megatron.errors import UserError
-from egmla_megatron.preprocess.disk import writing_to
 from egmla_megatron.preprocess.encode import Encoder
-from egmla_megatron.preprocess.part import write_part
+from egmla_megatron.preprocess.part import Report, write_part
 from egmla_megatron.preprocess.plan import Plan
-from egmla_megatron.preprocess.vocabulary import text_encoder
+from egmla_megatron.preprocess.threads import convert_here
 
 __all__ = ["WorkerDiedError", "convert_parts"]
 
 _REPORT_S = 0.2  # seconds between reports of a worker
 _TERMINATE_S = 5.0  # seconds a worker gets to end
-
-Report = Callable[[int, int, int], None]  # part, input bytes done, tokens written
 
 
 class WorkerDiedError(Exception):
@@ -43,25 +41,13 @@ def convert_parts(plan: Plan, numbers: Sequence[int], folder: Path, workers: int
         WorkerDiedError: a worker was killed, or failed with a bug.
     """
     if workers == 1 or len(numbers) <= 1:
-        encoder = _encoder(plan)
-        for number in numbers:
-            _convert_one(plan, number, folder, encoder, report)
+        convert_here(plan, numbers, folder, report)
         return
     crew = _Crew(plan, folder, min(workers, len(numbers)), deque(numbers), report)
     try:
         crew.run()
     finally:
         crew.stop()
-
-
-def _encoder(plan: Plan) -> Encoder:
-    has_text = any(source.kind == "text" for source in plan.sources)
-    return Encoder(plan.vocabulary, plan.append_eos, text_encoder(plan.vocabulary) if has_text else None)
-
-
-def _convert_one(plan: Plan, number: int, folder: Path, encoder: Encoder, report: Report) -> None:
-    with writing_to(folder):
-        write_part(plan, plan.parts[number], folder, encoder, lambda done, tokens: report(number, done, tokens))
 
 
 def _work(connection: Connection, plan: Plan, folder: Path) -> None:
@@ -76,10 +62,10 @@ def _work(connection: Connection, plan: Plan, folder: Path) -> None:
             last = time.monotonic()
 
     try:
-        encoder = _encoder(plan)
+        encoder = Encoder(plan.vocabulary, plan.append_eos)
         while True:
             number = connection.recv()
-            _convert_one(plan, number, folder, encoder, report)
+            write_part(plan, plan.parts[number], folder, encoder, partial(report, number))
             connection.send(("done", number))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the parent is gone: its death must not leave workers behind

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from egmla_megatron.data.tokenizer import GPT2, load_tokenizer
 from egmla_megatron.errors import UserError
 from egmla_megatron.preprocess.options import Options
 
-__all__ = ["Vocabulary", "find_vocabulary", "text_encoder"]
+__all__ = ["Vocabulary", "find_vocabulary"]
 
 _GPT2_SIZE, _GPT2_EOS = 50_257, 50_256  # known without its files: token lists need no more
 
@@ -25,6 +25,7 @@ class Vocabulary:
     eos_id: int
     tokenizer: str  # as it was named
     sha256: str  # of the tokenizer, "" when only token lists were read and its files were not needed
+    text_encoder: Callable[[str], np.ndarray] | None = field(default=None, compare=False, repr=False)  # picklable
 
     @property
     def dtype(self) -> np.dtype:
@@ -44,11 +45,10 @@ def find_vocabulary(options: Options, *, has_text: bool) -> Vocabulary:
         UserError: --vocab-size is smaller than the tokenizer, or the end-of-document id is not below it.
     """
     if options.tokenizer == GPT2 and not has_text:
-        size, eos, sha256 = _GPT2_SIZE, _GPT2_EOS, ""
-        size = options.vocab_size or size
+        size, eos, sha256, text_encoder = options.vocab_size or _GPT2_SIZE, _GPT2_EOS, "", None
     else:
         tokenizer = load_tokenizer(options.tokenizer)
-        size, eos, sha256 = tokenizer.vocab_size, tokenizer.eod, tokenizer.sha256
+        size, eos, sha256, text_encoder = tokenizer.vocab_size, tokenizer.eod, tokenizer.sha256, tokenizer.encode_array
         if options.vocab_size is not None and options.vocab_size < size:
             raise UserError(
                 f"--vocab-size: got {options.vocab_size}, allowed at least the {size} ids of the tokenizer "
@@ -59,14 +59,4 @@ def find_vocabulary(options: Options, *, has_text: bool) -> Vocabulary:
         eos = options.eos_id
     if not 0 <= eos < size:
         raise UserError(f"--eos-id: got {eos}, allowed 0 to {size - 1} (--vocab-size {size}); set one that fits")
-    return Vocabulary(size, eos, options.tokenizer, sha256)
-
-
-def text_encoder(vocabulary: Vocabulary) -> Callable[[str], np.ndarray]:
-    """Text -> ids. UserError when the tokenizer is no longer the one of the plan."""
-    tokenizer = load_tokenizer(vocabulary.tokenizer)
-    if tokenizer.sha256 != vocabulary.sha256:
-        raise UserError(
-            f"--tokenizer: {vocabulary.tokenizer} changed while the run was going on; start again with --overwrite"
-        )
-    return tokenizer.encode_array
+    return Vocabulary(size, eos, options.tokenizer, sha256, text_encoder if has_text else None)

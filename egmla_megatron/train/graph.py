@@ -54,6 +54,12 @@ class GraphedPasses:
         self.graph.replay()
         return self.outputs
 
+    def release(self) -> None:
+        """Give the graph up. Before process groups are destroyed: NCCL waits for graphs that hold a communicator."""
+        if self.graph is not None:
+            self.graph.reset()
+        self.graph, self.static, self.outputs = None, [], []
+
     def _largest(self, step: list[Batch]) -> tuple[int, ...]:
         """Rows that all micro-batches so far fit into."""
         found = [batch.gate_ids.sizes for batch in step if batch.gate_ids is not None]

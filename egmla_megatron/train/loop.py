@@ -73,7 +73,10 @@ class Trainer:
             self._evaluate_if_due()  # after the save: an evaluation can take longer than a preempted job is given
             with self.phases.of("checkpoint"):
                 self.saver.poll()
-        return self._finish(signal)
+        code = self._finish(signal)
+        if self.graph is not None:
+            self.graph.release()
+        return code
 
     def _noted(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The batches, telling the others when this rank waits for its data."""

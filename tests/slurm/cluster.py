@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from egmla_megatron.parallel.child_processes import end_with
@@ -77,7 +77,9 @@ MinJobAge=3600
 JobRequeue=1
 SlurmdParameters=config_overrides
 {addresses_only}
-NodeName=node[1-{nodes}] NodeAddr={network}.[1-{nodes}] Port=[{first}-{last}] CPUs=16 RealMemory=100000
+GresTypes=gpu
+TaskProlog={folder}/choose_gpu
+NodeName=node[1-{nodes}] NodeAddr={network}.[1-{nodes}] Port=[{first}-{last}] CPUs=16 RealMemory=100000 {gres}
 PartitionName=tests Nodes=ALL Default=YES MaxTime=INFINITE DefaultTime=60 OverSubscribe=NO
 """
 
@@ -93,10 +95,12 @@ class Cluster:
     Args:
         nodes: node1 .. nodeN.
         networks: give every node a network of its own, whose link `shape` can cap.
+        gpus: device files, one for each node's GPU.
     """
 
-    def __init__(self, nodes: int, *, networks: bool = False) -> None:
-        self.nodes, self.networks = nodes, networks
+    def __init__(self, nodes: int, *, networks: bool = False, gpus: Sequence[str] = ()) -> None:
+        assert len(gpus) in (0, nodes), f"one GPU for each of {nodes} nodes, got {gpus}"
+        self.nodes, self.networks, self.gpus = nodes, networks, gpus
         self.network = "198.18.77" if networks else "127.77.0"
         self.folder = Path(tempfile.mkdtemp(prefix="egmla-slurm-"))  # short: sockets have paths of at most 107 bytes
         self.held: dict[str, subprocess.Popen[bytes]] = {}
@@ -133,10 +137,19 @@ class Cluster:
             last=port + self.nodes,
             nodes=self.nodes,
             network=self.network,
+            gres="Gres=gpu:1" if self.gpus else "",
             # in one network all daemons share 127.0.0.0/8: each must bind its own address there
             addresses_only="" if self.networks else "CommunicationParameters=NoCtldInAddrAny",
         )
         (self.folder / "slurm.conf").write_text(text)
+        devices = zip(self.names, self.gpus, strict=False)
+        (self.folder / "gres.conf").write_text(
+            "AutoDetect=off\n" + "".join(f"NodeName={name} Name=gpu File={file}\n" for name, file in devices)
+        )
+        # Slurm counts the GPUs of every node from 0, but the nodes share the machine's
+        chooser = self.folder / "choose_gpu"
+        chooser.write_text(f"#!/bin/sh\n[ {len(self.gpus)} = 0 ] || echo export CUDA_VISIBLE_DEVICES=$SLURM_NODEID\n")
+        chooser.chmod(0o755)
         # looking for cgroups fails where there is no systemd; naming a version stops the search
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
 

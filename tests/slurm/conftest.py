@@ -12,7 +12,8 @@ import pytest
 from tests.slurm.cluster import Cluster, missing_programs
 
 
-def _reason_to_skip() -> str | None:
+def reason_to_skip() -> str | None:
+    """Why this machine cannot play a cluster, None when it can."""
     if not sys.platform.startswith("linux"):
         return "a Slurm on one machine needs Linux"
     if os.geteuid() != 0:
@@ -26,7 +27,7 @@ def _reason_to_skip() -> str | None:
 @pytest.fixture(scope="session")
 def machine() -> None:
     """A machine that can play a cluster."""
-    if reason := _reason_to_skip():
+    if reason := reason_to_skip():
         pytest.skip(reason)
 
 

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from egmla_megatron.config.load import to_dict
+from egmla_megatron.config.schema import ModelConfig
 from egmla_megatron.launching.ledger import Launch, read_launches
 from tests.dist.harness import ROOT, environment
 from tests.slurm.cluster import Cluster
-from tests.tiny import tiny_run, write_dataset
+from tests.tiny import TINY, tiny_run, write_dataset
 
 __all__ = ["LIMIT_S", "SAVED", "STEPS", "SlurmJob", "settings", "stand_in", "submit", "tiny_settings"]
 
@@ -34,7 +35,7 @@ def settings(cfg: Any) -> list[str]:
     return found
 
 
-def tiny_settings(folder: Path, name: str, **changes: Any) -> tuple[list[str], Path]:
+def tiny_settings(folder: Path, name: str, model: ModelConfig = TINY, **changes: Any) -> tuple[list[str], Path]:
     """(settings, run folder) of a tiny run that four, three or two ranks can train, on data made in FOLDER/data."""
     prefixes = {}
     for seed, split in enumerate(("train", "valid")):
@@ -52,7 +53,7 @@ def tiny_settings(folder: Path, name: str, **changes: Any) -> tuple[list[str], P
         "checkpoint": {"interval_steps": SAVED, "keep": 0},
     }
     sections = {key: {**sections.get(key, {}), **changes.get(key, {})} for key in sections.keys() | changes.keys()}
-    return settings(tiny_run(folder=str(run), **sections)), run
+    return settings(tiny_run(model, str(run), **sections)), run
 
 
 @dataclass

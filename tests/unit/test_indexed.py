@@ -6,7 +6,7 @@ import json
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,15 +65,14 @@ def test_megatron_reads_it_back(prefix: Path) -> None:
 
 
 def test_texts_end_with_the_document_token(tmp_path: Path) -> None:
-    tokenizer = Tokenizer(
-        kind="bytes",
-        name="bytes",
-        sha256="0",
-        eod=256,
-        vocab_size=257,
-        encode=lambda text: list(text.encode()),
-        decode=lambda ids: bytes(ids).decode(),
-    )
+    class Bytes(Tokenizer):
+        def encode(self, text: str) -> list[int]:
+            return list(text.encode())
+
+        def decode(self, ids: Sequence[int]) -> str:
+            return bytes(ids).decode()
+
+    tokenizer = Bytes(kind="bytes", name="bytes", sha256="0", eod=256, vocab_size=257)
     manifest = write_texts(tmp_path / "text", ["ab", "", "c"], tokenizer, source="test")
     assert np.fromfile(tmp_path / "text.bin", dtype=np.uint16).tolist() == [97, 98, 256, 99, 256]
     assert (manifest["documents"], manifest["eod_id"]) == (2, 256)

@@ -143,6 +143,9 @@ def test_text_of_every_kind(tmp_path: Path, model_file: Path) -> None:
     assert stored(tmp_path / "out") == [*expected, *expected, [*tokenizer.encode("\n".join(texts)), tokenizer.eod]]
     assert manifest["tokenizer_sha256"] == tokenizer.sha256 and manifest["vocab_size"] == 700
     assert [entry["kind"] for entry in manifest["inputs"]] == ["text"] * 3
+    with parts_of(1):  # a part each: workers get the tokenizer handed over
+        run(tmp_path / "two", *inputs, text_column="content", workers=2, **options)
+    assert stored(tmp_path / "two") == stored(tmp_path / "out")
 
 
 def test_lines_are_cut_into_parts_exactly_once(tmp_path: Path) -> None:

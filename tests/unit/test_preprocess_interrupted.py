@@ -132,6 +132,18 @@ def test_a_failing_worker_ends_the_run_with_its_traceback(tmp_path: Path) -> Non
     assert 'KeyError: \'Field "gone" does not exist' in done.stderr and "read_parquet.py" in done.stderr
 
 
+def test_a_mistake_ends_both_threads_of_one_process(tmp_path: Path) -> None:
+    """Finished parts are kept, nothing half-written is, and the parts behind are not begun."""
+    paths = [write_jsonl(tmp_path / f"{number:02}.jsonl", documents(200, number)) for number in range(40)]
+    write_jsonl(tmp_path / "05.jsonl", [[1], [100]])
+    with parts_of(2000), pytest.raises(UserError, match=r"05\.jsonl, line 2: id 100"):
+        run(tmp_path / "out", *paths)
+    finished = {file.stem for file in (tmp_path / "out.parts").glob("*[0-9].json")}
+    assert 0 < len(finished) < 100  # of over two hundred
+    assert {file.stem for file in (tmp_path / "out.parts").glob("*.bin")} == finished
+    assert not list((tmp_path / "out.parts").glob("*.tmp"))
+
+
 def test_a_mistake_that_a_worker_finds_is_one_line(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "x.jsonl", [*ROWS, [100], *ROWS])
     done = drive("none", tmp_path / "out", path)

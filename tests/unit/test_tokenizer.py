@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
 from pathlib import Path
 
@@ -60,10 +61,12 @@ def test_exported_tokenizer_encodes_exactly_as_sentencepiece(model_file: Path, e
     processor = sentencepiece.SentencePieceProcessor(model_file=str(model_file))
     tokenizer = AutoTokenizer.from_pretrained(str(exported), local_files_only=True)
     ours, folder = load_tokenizer(model_file), load_tokenizer(exported)
+    copies = [pickle.loads(pickle.dumps(one.encode_array)) for one in (ours, folder)]  # as worker processes get it
     for text in random_texts(600):
         expected = processor.encode(text)
         assert tokenizer(text)["input_ids"] == expected, text
         assert ours.encode(text) == expected and folder.encode(text) == expected, text
+        assert all(copy(text).tolist() == expected for copy in copies), text
         assert tokenizer.decode(expected) == ours.decode(expected) == text.replace("\u2581", " ")
     assert tokenizer.decode([2, *processor.encode("a b"), 2], skip_special_tokens=True) == "a b"
     assert len(tokenizer) == VOCAB and tokenizer.model_max_length == 128

@@ -24,6 +24,8 @@ __all__ = [
     "worst_stage",
 ]
 
+_WORKSPACE = 32 << 20  # bytes on Hopper: cuBLAS's for forward and for the thread of backward, Transformer Engine's
+
 # T tokens of a micro-batch on a rank, U distinct ids among them, h hidden size
 
 # Share of distinct ids among so many tokens of English in GPT-2's vocabulary (107M tokens; powers of two between).
@@ -41,7 +43,9 @@ class Memory:
     activations: int  # saved for backward, of all micro-batches in flight
     logits: int  # and their gradient; 0 where another moment is the peak
     communication: int  # what collectives and stages hold beside the tensors that they move (buffers.py)
-    temporary: int  # while the peak lasts: gradients of the head, or those of a layer and what it computes again
+    temporary: int  # while the peak lasts: gradients of the head, or those of a layer and what it computes again, or
+    # what Adam makes of the largest parameter in its first step
+    workspaces: int  # of cuBLAS and Transformer Engine
 
     @property
     def total(self) -> int:
@@ -89,22 +93,36 @@ def memory_per_rank(cfg: RunConfig, layout: Layout, stage: int, *, te: bool, tri
     gradient = 2 if cfg.parallel.grad_reduce_dtype == "bf16" else 4
     layer = _Layer.of(cfg, layout, te=te, triton=triton)
     in_flight = min(layout.pp - stage, layout.num_microbatches) if layout.pp > 1 else 1
-    saved = layer.saved * layout.layers_per_stage + layer.stage
+    saved = layer.saved * layout.layers_per_stage + layer.stage + (layer.last if stage == layout.pp - 1 else 0)
     logits, head = _head(cfg, layout, layer.tokens, te=te) if stage == layout.pp - 1 else (0, 0)
     buffers = communication_buffers(cfg, layout, stage, in_flight, te=te)
     communication = buffers.kept
     if logits + head < layer.transient + buffers.in_layer:
         logits, head, communication = 0, layer.transient, buffers.kept + buffers.in_layer
+    adam = _first_adam(cfg, layout, dense, tables, te=te)
+    activations = in_flight * saved
+    if activations + logits + communication + head < adam:
+        activations, logits, communication, head = 0, 0, 0, adam
     return Memory(
         weights=wide * dense,
         gate_tables=wide * tables,
         gradients=gradient * (dense + tables),
         optimizer=optimizer_bytes(cfg, layout, stage, sharded=cfg.optimizer.distributed),
-        activations=in_flight * saved,
+        activations=activations,
         logits=logits,
         communication=communication,
         temporary=head,
+        workspaces=_WORKSPACE * (2 + te) if te or triton else 0,
     )
+
+
+def _first_adam(cfg: RunConfig, layout: Layout, dense: int, tables: int, *, te: bool) -> int:
+    """Bytes beside the optimizer's states when it makes them: Transformer Engine's copies a parameter, then in fp32."""
+    if not (te and cfg.optimizer.distributed and cfg.optimizer.fused_master_weights and _bytes_wide(cfg) == 2):
+        return 0
+    embedding = cfg.model.vocab_size * cfg.model.hidden_size // layout.tp
+    own_dense = min(embedding, dense // (layout.dp * layout.cp))  # the largest but for the tables, one parameter too
+    return (2 + 4) * max(own_dense, tables // layout.gate_data_parallel)
 
 
 def optimizer_bytes(cfg: RunConfig, layout: Layout, stage: int, *, sharded: bool) -> int:
@@ -156,6 +174,7 @@ class _Layer:
     tokens: int
     saved: int  # by a layer
     stage: int  # by the stage, once
+    last: int  # by the last stage, once
     transient: int  # alive only during the backward of one layer
 
     @classmethod
@@ -178,7 +197,9 @@ class _Layer:
             kept, again = hidden, kept
         elif cfg.train.recompute == "selective":
             kept, again = rest + attention - _queries(cfg, layout, tokens), up + _queries(cfg, layout, tokens)
-        return cls(tokens, int(wide * kept), int(wide * stack), int(wide * (again + gradients)))
+        final = 2 * hidden  # input and output of the last norm
+        sizes = (kept, stack, final, again + gradients)
+        return cls(tokens, *(int(wide * size) for size in sizes))
 
 
 def _queries(cfg: RunConfig, layout: Layout, tokens: int) -> float:

@@ -88,6 +88,12 @@ def test_one_gpu(root: Path) -> None:
             _close(predicted, row["peak_mib"], f"{title} {row['variant']}")
 
 
+def test_layouts_and_recompute(root: Path) -> None:
+    for run in _records(root, "memory_layouts")["runs"]:
+        predicted = _predicted_mib(run["config"], run["ranks"], run["settings"], te=True, triton=True)
+        _close(predicted, run["peak_mib"], f"{run['config']} {run['ranks']} {run['settings']}")
+
+
 WIDE = ModelConfig(
     num_layers=2,
     hidden_size=96,

@@ -30,10 +30,11 @@ for argument in "$@"; do
     esac
 done
 
+egmla_array_words "$@"
 egmla_open_job
 if egmla_under_slurm; then
     egmla_find_port
 elif [ -z "${EGMLA_NPROC:-}" ] && [ "$EGMLA_RANKS" = 1 ]; then
     EGMLA_RANKS=$(($(egmla_gpus) == 1 ? 1 : 2)) # one rank has nothing to share
 fi
-egmla_on_ranks "$tool" "$@"
+egmla_on_ranks "$tool" ${EGMLA_WORDS[@]+"${EGMLA_WORDS[@]}"}

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Evaluates a checkpoint, by default the newest complete one of a run:
 #   sbatch [--nodes=N ...] launch/evaluate.sh ppl RUN_DIR --data PREFIX [PREFIX ...] [options] [section.key=value ...]
-#   bash launch/evaluate.sh ppl RUN_DIR --data PREFIX ...                    this machine, with 0 to 8 GPUs
+#   sbatch --gpus-per-node=1 launch/evaluate.sh tasks RUN_DIR --tasks NAME[,NAME ...] [options]   one process: lm_eval
+#   bash launch/evaluate.sh ppl|tasks RUN_DIR ...                            this machine, with 0 to 8 GPUs
 # Options are those of tools/evaluate.py (--help). A cluster without GPUs: sbatch --gpus-per-node=0. EGMLA_NPROC is the
 # number of ranks of a node (default: its GPUs). Relative paths start from the folder the job was submitted in.
 #SBATCH --job-name=evaluate
@@ -24,6 +25,11 @@ source "$here/job.sh"
 tool="$EGMLA_ROOT/tools/evaluate.py"
 case " $* " in *' -h '* | *' --help '*) exec "$EGMLA_PY" "$tool" "$@" ;; esac
 
+egmla_array_words "$@"
 egmla_open_job
+if [ "${1:-}" = tasks ]; then # lm_eval runs the model in one process
+    egmla_once "$tool" "${EGMLA_WORDS[@]}"
+    exit
+fi
 if egmla_under_slurm; then egmla_find_port; fi
-egmla_on_ranks "$tool" "$@"
+egmla_on_ranks "$tool" ${EGMLA_WORDS[@]+"${EGMLA_WORDS[@]}"}

@@ -10,11 +10,13 @@ cd "$EGMLA_CALLER"
 [[ ":${PYTHONPATH:-}:" == *":$EGMLA_ROOT:"* ]] || export PYTHONPATH="$EGMLA_ROOT${PYTHONPATH:+:$PYTHONPATH}"
 
 egmla_signal=0       # that this script got
+EGMLA_JOB=           # as Slurm's commands take it: the bare number of an array's last task means all of its tasks
 egmla_child=         # step that a signal goes on to
 EGMLA_NODES=()       # of the job; one without Slurm
 EGMLA_RANKS=1        # of each node
 EGMLA_SRUN=(srun)    # with what every step needs
 EGMLA_INSIDE=()      # starts a command in the container, on a node
+EGMLA_WORDS=()       # the script's arguments
 
 EGMLA_INTERACTIVE=4294967290 # step of the shell that salloc opens on the first node of many sites
 
@@ -46,12 +48,42 @@ egmla_gpus_of_node() {
 # Whether this script runs on the job's first node, as batch scripts do.
 egmla_on_first_node() { [ "${SLURMD_NODENAME:-}" = "${EGMLA_NODES[0]}" ]; }
 
-# Fills the variables above. Called once.
+# A job that is submitted from inside another one inherits what that one is: Slurm's record tells what this one is.
+egmla_forget_other_job() {
+    local record
+    [ -n "${SLURM_ARRAY_TASK_ID:-}${SLURM_HET_SIZE:-}" ] || return 0
+    record="$(scontrol show job "$SLURM_JOB_ID")" || egmla_die "Slurm: scontrol shows no job $SLURM_JOB_ID; is Slurm working?"
+    grep -q "JobId=$SLURM_JOB_ID ArrayJobId=${SLURM_ARRAY_JOB_ID:-} ArrayTaskId=${SLURM_ARRAY_TASK_ID:-} " <<<"$record" ||
+        unset SLURM_ARRAY_JOB_ID SLURM_ARRAY_TASK_ID SLURM_ARRAY_TASK_COUNT
+    grep -q "JobId=$SLURM_JOB_ID HetJobId=" <<<"$record" || unset SLURM_HET_SIZE
+}
+
+# Sets EGMLA_WORDS to "$@" with the task's number of a job array for %a, as in Slurm's own file names.
+egmla_array_words() {
+    local task=''
+    EGMLA_WORDS=("$@")
+    if egmla_under_slurm; then
+        egmla_forget_other_job
+        task="${SLURM_ARRAY_TASK_ID:-}"
+    fi
+    if [ -n "$task" ]; then
+        EGMLA_WORDS=("${@//\%a/$task}")
+    elif [[ "$*" == *%a* ]]; then
+        egmla_die "command line: got %a, allowed in job arrays only, where it is the task's number; use sbatch --array, or write the number"
+    fi
+}
+
+# Fills the other variables above. Called once.
 egmla_open_job() {
     local node gpus
     [[ "${EGMLA_REQUEUE:-yes}" =~ ^(yes|no)$ ]] ||
         egmla_die "EGMLA_REQUEUE: got $EGMLA_REQUEUE, allowed yes, no; set it to no for a job that never starts again by itself"
     if egmla_under_slurm; then
+        [ "${SLURM_HET_SIZE:-1}" -le 1 ] ||
+            egmla_die "Slurm: got a heterogeneous job of $SLURM_HET_SIZE components, allowed one: the others would stand idle; submit" \
+                "it without ' : ' (nodes of one job may differ, for example with --constraint='a|b')"
+        EGMLA_JOB="${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID:-}_$SLURM_ARRAY_TASK_ID}"
+        EGMLA_JOB="${EGMLA_JOB:-$SLURM_JOB_ID}"
         unset SLURM_CPU_BIND SLURM_CPU_BIND_TYPE SLURM_CPU_BIND_LIST SLURM_CPU_BIND_VERBOSE # of a shell inside a step
         unset SLURM_EXPORT_ENV # of sbatch --export=NONE: tasks need what is exported here
         unset SLURM_CPUS_PER_TASK SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK # one task gets all that a node has
@@ -71,16 +103,25 @@ egmla_open_job() {
     egmla_check_partition
 }
 
+# What the image itself sets would win over what is exported here, so that the command is started by env in it.
 egmla_open_container() {
-    local mounts="$EGMLA_ROOT:$EGMLA_ROOT,$EGMLA_CALLER:$EGMLA_CALLER${SITE_MOUNTS:+,$SITE_MOUNTS}"
+    local mounts="$EGMLA_ROOT:$EGMLA_ROOT" variables=(env "PYTHONPATH=${PYTHONPATH:-}")
+    [ "$SITE_CONTAINER" != none ] || return 0
+    [[ "$EGMLA_ROOT$EGMLA_CALLER" != *[:,]* ]] ||
+        egmla_die "SITE_CONTAINER=$SITE_CONTAINER: got $EGMLA_ROOT and $EGMLA_CALLER, allowed paths without : and , to be mounted; move them"
+    [ "$EGMLA_CALLER" = "$EGMLA_ROOT" ] || mounts+=",$EGMLA_CALLER:$EGMLA_CALLER"
+    mounts+="${SITE_MOUNTS:+,$SITE_MOUNTS}"
+    [ -z "$SITE_INTERFACE" ] || variables+=(NCCL_SOCKET_IFNAME="$SITE_INTERFACE" GLOO_SOCKET_IFNAME="$SITE_INTERFACE")
+    variables+=(${SITE_ENVIRONMENT[@]+"${SITE_ENVIRONMENT[@]}"})
     case "$SITE_CONTAINER" in
         apptainer)
             command -v apptainer >/dev/null || egmla_die "SITE_CONTAINER=apptainer: the command is not here; load its module"
-            EGMLA_INSIDE=(apptainer exec --nv --bind "$mounts" --pwd "$EGMLA_CALLER" "$SITE_IMAGE")
+            EGMLA_INSIDE=(apptainer exec --nv --bind "$mounts" --pwd "$EGMLA_CALLER" "$SITE_IMAGE" "${variables[@]}")
             ;;
         pyxis)
             egmla_under_slurm || egmla_die "SITE_CONTAINER=pyxis: allowed under Slurm only; use sbatch, or another container"
             EGMLA_SRUN+=(--container-image="$SITE_IMAGE" --container-mounts="$mounts" --container-workdir="$EGMLA_CALLER")
+            EGMLA_INSIDE=("${variables[@]}")
             ;;
     esac
 }
@@ -95,7 +136,8 @@ egmla_check_partition() {
 # Runs "$@" once: here, or in pyxis or from a login node as a step on the first node.
 egmla_once() {
     if egmla_under_slurm && { [ "$SITE_CONTAINER" = pyxis ] || ! egmla_on_first_node; }; then
-        "${EGMLA_SRUN[@]}" --nodes=1 --ntasks=1 --nodelist="${EGMLA_NODES[0]}" "$EGMLA_PY" "$@"
+        "${EGMLA_SRUN[@]}" --nodes=1 --ntasks=1 --nodelist="${EGMLA_NODES[0]}" \
+            ${EGMLA_INSIDE[@]+"${EGMLA_INSIDE[@]}"} "$EGMLA_PY" "$@"
     else
         ${EGMLA_INSIDE[@]+"${EGMLA_INSIDE[@]}"} "$EGMLA_PY" "$@"
     fi
@@ -107,6 +149,7 @@ EGMLA_TASK='
 cd "$EGMLA_CALLER" 2>/dev/null || missing="$EGMLA_CALLER"
 [ -r "$EGMLA_ROOT/launch/common.sh" ] || missing="$EGMLA_ROOT"
 command -v "$1" >/dev/null || missing="$1"
+[ "$1" != env ] || command -v "$EGMLA_PY" >/dev/null || missing="$EGMLA_PY" # in the image
 if [ -n "${missing:-}" ]; then
     echo "error: node $SLURMD_NODENAME: $missing is not there; put it on a disk that all nodes see, or leave the node out" >&2
     exit 2
@@ -150,7 +193,7 @@ egmla_catch() {
     egmla_signal="$1"
     case "$1" in
         # srun takes it for a question. Once: in salloc this script may lie in a step, and get what all steps get
-        2) [ "$before" = 2 ] || scancel --signal=INT "$SLURM_JOB_ID" 2>/dev/null || true ;;
+        2) [ "$before" = 2 ] || scancel --signal=INT "$EGMLA_JOB" 2>/dev/null || true ;;
         # srun passes USR1 on; at SIGTERM it would kill the ranks after KillWait, whether they have saved or not
         *) [ -z "$egmla_child" ] || kill -s USR1 "$egmla_child" 2>/dev/null || true ;;
     esac

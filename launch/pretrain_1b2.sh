@@ -5,7 +5,8 @@
 # The same command again resumes; under Slurm the job starts itself again until the run is complete. Where the ranks
 # cannot use the settings, the micro-batch or the gate group becomes smaller, and that is said. Options of sbatch win
 # over those below: --gpus-per-node=4 for nodes with four GPUs (0: without), --time=1-00:00:00 where the partition allows
-# no more; --nodes=2-4 lets every start take what there is.
+# no more; --nodes=2-4 lets every start take what there is. In a job array %a is the task's number:
+#   sbatch --array=1-3 launch/pretrain_1b2.sh run.dir=runs/seed%a run.seed=%a
 #SBATCH --job-name=pretrain_1b2
 #SBATCH --nodes=4
 #SBATCH --gpus-per-node=8

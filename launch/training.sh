@@ -19,9 +19,9 @@ egmla_ask() {
 
 egmla_train() {
     local argument adapted check='' began=''
-    EGMLA_SETTINGS=("$1")
-    shift
-    for argument in "$@"; do
+    egmla_array_words "$@"
+    EGMLA_SETTINGS=("${EGMLA_WORDS[0]}")
+    for argument in "${EGMLA_WORDS[@]:1}"; do
         case "$argument" in
             --check) check=--check ;;
             -*) egmla_die "command line: got $argument, allowed section.key=value, --check, --help; give options of sbatch before the script" ;;
@@ -29,6 +29,10 @@ egmla_train() {
         esac
     done
     egmla_open_job
+    if egmla_under_slurm && [ "${SLURM_ARRAY_TASK_COUNT:-1}" -gt 1 ] && [ "${EGMLA_WORDS[*]}" = "$*" ]; then
+        egmla_say "warning: all $SLURM_ARRAY_TASK_COUNT tasks of this array have one run folder, so only one of them can train at a time" \
+            "(sbatch --array=...%1); for a run of each: run.dir=runs/seed%a run.seed=%a, %a being the task's number"
+    fi
     if egmla_under_slurm && [ -z "$check" ]; then
         trap 'egmla_catch 10' USR1
         trap 'egmla_catch 15' TERM
@@ -36,7 +40,7 @@ egmla_train() {
         EGMLA_LOG="$(egmla_find_log)"
         EGMLA_LOG_FROM=$(($(wc -l 2>/dev/null <"${EGMLA_LOG:-/dev/null}" || echo 0) + 1))
     fi
-    EGMLA_FACTS=(--nodes "${EGMLA_NODES[*]}" --ranks "$EGMLA_RANKS" --job "${SLURM_JOB_ID:-$$}" --restart "${SLURM_RESTART_COUNT:-0}")
+    EGMLA_FACTS=(--nodes "${EGMLA_NODES[*]}" --ranks "$EGMLA_RANKS" --job "${EGMLA_JOB:-$$}" --restart "${SLURM_RESTART_COUNT:-0}")
     if egmla_under_slurm && [ -z "$check" ]; then
         EGMLA_FACTS+=(--log "$EGMLA_LOG")
         if [ "${SLURM_RESTART_COUNT:-0}" != 0 ]; then # nobody watches a restart: what goes wrong in it is counted
@@ -61,7 +65,7 @@ egmla_train_under_slurm() {
     local code=0 began="$1"
     egmla_find_port
     EGMLA_FACTS+=(--port "$EGMLA_PORT")
-    egmla_say "launcher: job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}, ${#EGMLA_NODES[@]} nodes with $EGMLA_RANKS ranks each, meeting at ${EGMLA_NODES[0]}:$EGMLA_PORT"
+    egmla_say "launcher: job $EGMLA_JOB, restart ${SLURM_RESTART_COUNT:-0}, ${#EGMLA_NODES[@]} nodes with $EGMLA_RANKS ranks each, meeting at ${EGMLA_NODES[0]}:$EGMLA_PORT"
     egmla_check_nodes || egmla_end "$?" "$began" --checks
     [ -n "$began" ] || egmla_ask begin || egmla_refused "$?"
     egmla_on_ranks -m egmla_megatron.train "${EGMLA_SETTINGS[@]}" || code=$?
@@ -76,7 +80,7 @@ egmla_check_nodes() {
 }
 
 # One field of Slurm's record of this job.
-egmla_job_field() { scontrol show job "$SLURM_JOB_ID" 2>/dev/null | sed -n "s/^ *\(.* \)\{0,1\}$1=\([^ ].*\)\$/\2/p"; }
+egmla_job_field() { scontrol show job "$EGMLA_JOB" 2>/dev/null | sed -n "s/^ *\(.* \)\{0,1\}$1=\([^ ].*\)\$/\2/p"; }
 
 # The file that this script's stderr is. Slurm's record comes second: newer versions leave its %j and %x as they are.
 egmla_find_log() {
@@ -126,7 +130,7 @@ egmla_start_again() {
         egmla_say "launcher: the job was cancelled; submit it again to resume"
         exit 143
     fi
-    if [ "${EGMLA_REQUEUE:-yes}" != no ] && scontrol requeue "$SLURM_JOB_ID"; then
+    if [ "${EGMLA_REQUEUE:-yes}" != no ] && scontrol requeue "$EGMLA_JOB"; then
         egmla_say "launcher: the job starts again by itself"
         sleep 60 # until Slurm ends this script
         exit 143

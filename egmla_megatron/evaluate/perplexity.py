@@ -17,7 +17,7 @@ from egmla_megatron.config.load import dump_yaml, from_dict, load_config
 from egmla_megatron.config.schema import OptimizerConfig, ParallelConfig, RunConfig
 from egmla_megatron.errors import UserError
 
-__all__ = ["Evaluation", "Score", "as_rows", "measure", "plan_evaluation"]
+__all__ = ["Evaluation", "Score", "as_rows", "as_table", "measure", "plan_evaluation"]
 
 _SETTINGS = (
     "parallel.",
@@ -166,3 +166,19 @@ def as_rows(evaluation: Evaluation, scores: Sequence[Score]) -> dict[str, Any]:
         "layout": asdict(evaluation.layout),
         "scores": [asdict(score) for score in scores],
     }
+
+
+def as_table(evaluation: Evaluation, scores: Sequence[Score]) -> list[str]:
+    """Lines of Markdown."""
+    lines = [
+        f"{evaluation.checkpoint}, step {evaluation.step}",
+        "",
+        "| data | val_loss (nats per token) | val_ppl | tokens | sequences | left out | seconds |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for score in scores:
+        lines.append(
+            f"| {score.data} | {score.val_loss:.5f} | {score.val_ppl:.4f} | {score.tokens:,} | "
+            f"{score.sequences:,} | {score.left_out_sequences} | {score.seconds:.1f} |"
+        )
+    return lines

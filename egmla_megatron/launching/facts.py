@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,14 @@ LEAST_SHM_MIB = 64  # loader processes and NCCL pass data through /dev/shm
 SHARED_LIMIT_S = 15.0  # for a file to be seen by the other nodes of a shared disk
 
 
-def node_name() -> str:
-    """This node's name, as Slurm knows it."""
-    return os.environ.get("SLURMD_NODENAME") or platform.node()
+def node_name(nodes: Sequence[str] = ()) -> str:
+    """This node's name, as Slurm knows it; the host's own may have a domain more or less than that in `nodes`."""
+    name = os.environ.get("SLURMD_NODENAME") or platform.node()
+    if name in nodes:
+        return name
+    short = name.partition(".")[0]
+    alike = [node for node in nodes if node.partition(".")[0] == short and not ("." in node and "." in name)]
+    return alike[0] if len(alike) == 1 else name
 
 
 def gather_facts(cfg: RunConfig, *, token: str, limit_s: float) -> Facts:

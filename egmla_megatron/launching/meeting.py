@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import select
 import socket
@@ -54,12 +55,23 @@ def _skew(line: _Line) -> float:
     return best[1]
 
 
+def _listen(port: int) -> socket.socket:
+    """For IPv6 and IPv4 alike; a kernel without IPv6 refuses the first."""
+    if socket.has_dualstack_ipv6():
+        try:
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise
+    return socket.create_server(("", port), backlog=4096)
+
+
 class Host:
     """The first node's side. Raises OSError when the port is taken."""
 
     def __init__(self, port: int, token: str, limit_s: float) -> None:
         self.token, self.deadline = token, time.monotonic() + limit_s
-        self.listener = socket.create_server(("", port), backlog=4096)
+        self.listener = _listen(port)
         self.lines: dict[str, _Line] = {}
 
     def hear(self, others: Sequence[str]) -> dict[str, Facts]:

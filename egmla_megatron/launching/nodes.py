@@ -35,10 +35,10 @@ def check_nodes(cfg: RunConfig, nodes: Sequence[str], port: int, token: str) -> 
         UserError: on the first node, naming what is wrong on which node; or this node cannot reach the first.
     """
     limit_s = float(whole_number("EGMLA_PREFLIGHT_S", LIMIT_S, 1))
-    me = node_name()
+    me = node_name(nodes)
     if me == nodes[0]:
         return _as_host(cfg, nodes, port, token, limit_s)
-    facts = gather_facts(cfg, token=token, limit_s=_FACTS_SHARE * limit_s)
+    facts = {**gather_facts(cfg, token=token, limit_s=_FACTS_SHARE * limit_s), "node": me}
     code = attend(nodes[0], port, token, facts, limit_s)
     if code is None:
         raise UserError(

@@ -115,6 +115,10 @@ def _date(unix_s: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(unix_s))
 
 
+def _tokens(count: int) -> str:
+    return f"{count / 1e9:.3f} G" if count >= 1e8 else f"{count / 1e6:.3f} M"
+
+
 def format_status(status: Mapping[str, Any], now: float | None = None) -> str:
     """Lines for a person."""
     now = time.time() if now is None else now
@@ -124,7 +128,7 @@ def format_status(status: Mapping[str, Any], now: float | None = None) -> str:
         "run": f"{status['name']}, {status['run_dir']}",
         "state": status["state"] + (f", last record {format_duration(silent)} ago" if silent is not None else ""),
         "progress": f"step {step:,} of {total:,} ({100 * step / total:.1f}%), "
-        f"{status['tokens'] / 1e9:.3f} of {status['total_tokens'] / 1e9:.3f} G tokens",
+        f"{_tokens(status['tokens'])} of {_tokens(status['total_tokens'])} tokens",
         "speed": _speed(status, now),
         "losses": "  ".join(f"{r['step']}: {_number(r['loss'])}" for r in status["losses"]) or "none yet",
     }

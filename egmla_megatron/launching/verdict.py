@@ -40,7 +40,7 @@ def close_launch(launch: Launch, code: int, caught: int, tail: RunTail, said: st
     mine = tail.since(launch.started_unix_s)
     reached = max((record["step"] for record in (*mine.starts, *mine.steps)), default=launch.from_step)
     stopped_by = next((int(end.get("signal") or 0) for end in reversed(mine.ends)), 0)
-    return replace(
+    closed = replace(
         launch,
         ended_unix_s=time.time(),
         code=code,
@@ -48,6 +48,8 @@ def close_launch(launch: Launch, code: int, caught: int, tail: RunTail, said: st
         reached=reached,
         said=said,
     )
+    # where a signal was the reason, errors are echoes of the end: connections that it cut
+    return replace(closed, said="") if closed.outcome in ("saved", "stopped") and not _in_vain(closed) else closed
 
 
 def _outcome(code: int, caught: int, stopped_by: int, ended: bool, checks: bool) -> str:

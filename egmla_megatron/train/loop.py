@@ -90,6 +90,7 @@ class Trainer:
     def _one_step(self, batches: Iterator[Batch]) -> tuple[int, bool]:
         """Returns (stop signal, save now), agreed by all ranks."""
         step, run = self.step + 1, self.run_
+        self.stop.catch()
         profiled = self.profiler.covers(step)
         with self.phases.of("profile"):
             self.profiler.begin(step)

@@ -11,6 +11,7 @@ from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.data.blend import check_blends, parse_blend, resolve_eod
 from egmla_megatron.data.documents import check_document_options
 from egmla_megatron.data.tokenizer import load_tokenizer
+from egmla_megatron.data.validation import validation_samples
 from egmla_megatron.data.verify import verify_prefix
 from egmla_megatron.environment import whole_number
 from egmla_megatron.errors import UserError
@@ -37,7 +38,7 @@ def check_everything(cfg: RunConfig, world_size: int) -> tuple[Layout, Path | No
     check_blends(cfg)
     check_document_options(cfg)
     if whole_number("LOCAL_RANK", 0, 0) == 0:
-        _check_node(cfg)
+        _check_node(cfg, layout)
     checkpoint = choose_checkpoint(cfg)
     if checkpoint is not None:
         manifest = read_manifest(checkpoint)
@@ -46,27 +47,30 @@ def check_everything(cfg: RunConfig, world_size: int) -> tuple[Layout, Path | No
     return layout, checkpoint
 
 
-def _check_node(cfg: RunConfig) -> None:
+def _check_node(cfg: RunConfig, layout: Layout) -> None:
     """What every rank of a node would find alike, so one of them looks."""
     check_machine(cfg)
     refuse_unwritable("run.dir", cfg.run.dir)
     if cfg.data.cache_dir:
         refuse_name("data.cache_dir", cfg.data.cache_dir)
         refuse_unwritable("data.cache_dir", cfg.data.cache_dir)
-    _check_data(cfg)
+    _check_data(cfg, layout)
     _check_tokenizer(cfg)
 
 
-def _check_data(cfg: RunConfig) -> None:
+def _check_data(cfg: RunConfig, layout: Layout) -> None:
     """Headers, sizes and ids of every dataset, as far as is cheap."""
     if not cfg.data.train:
         raise UserError(
             "data.train: got nothing, give prefixes of indexed datasets (data.train=[data/mine] for data/mine.bin and "
             ".idx); tools/preprocess_data.py makes them from text or token files"
         )
+    tokens = {"data.train": 0, "data.valid": 0}
     for key, entries in (("data.train", cfg.data.train), ("data.valid", cfg.data.valid)):
         for prefix in parse_blend(entries, key)[0]:
-            verify_prefix(prefix, vocab_size=cfg.model.vocab_size)
+            tokens[key] += verify_prefix(prefix, vocab_size=cfg.model.vocab_size).tokens
+    if cfg.data.valid:
+        validation_samples(cfg, layout, tokens["data.valid"] // cfg.train.seq_length)  # at most; refuses too few
     eod = resolve_eod(cfg)
     if eod >= cfg.model.vocab_size:
         raise UserError(f"data.eod_id: got {eod}, allowed 0..{cfg.model.vocab_size - 1} (model.vocab_size)")

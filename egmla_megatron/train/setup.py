@@ -13,10 +13,11 @@ import torch.distributed as dist
 from egmla_megatron.attention.gate_ids import GatePlan
 from egmla_megatron.checkpoint.choose import choose_checkpoint
 from egmla_megatron.checkpoint.load import load_checkpoint
-from egmla_megatron.config.check import Layout, micro_batch_unit
+from egmla_megatron.config.check import Layout
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.data.batch import Batch, DataShare, batch_iterator
 from egmla_megatron.data.dataset import Datasets, build_datasets, micro_batch_indices
+from egmla_megatron.data.validation import validation_samples
 from egmla_megatron.errors import UserError
 from egmla_megatron.model.build import BuiltModel, build_model
 from egmla_megatron.parallel.world import World, seed_everything
@@ -113,7 +114,7 @@ def _claim(cfg: RunConfig) -> tuple[IO[str], Path | None]:
 def _datasets(cfg: RunConfig, layout: Layout) -> Datasets:
     datasets = build_datasets(cfg)
     if datasets.valid is not None:
-        _validation_samples(cfg, layout, len(datasets.valid))  # now, not after days of training
+        validation_samples(cfg, layout, len(datasets.valid))  # now, not after days of training
     return datasets
 
 
@@ -154,29 +155,12 @@ def training_batches(run: Prepared) -> Iterator[Batch]:
     return batch_iterator(run.datasets.train, indices, world.device, num_workers=cfg.data.num_workers, share=share)
 
 
-def _validation_samples(cfg: RunConfig, layout: Layout, available: int) -> int:
-    """Samples of one evaluation over all ranks: whole micro-batches for every rank, and as many as its schedule needs.
-
-    Raises:
-        UserError: less validation data than that.
-    """
-    at_once = cfg.train.micro_batch_size * layout.dp * micro_batch_unit(cfg)
-    samples = min(cfg.train.eval_batches * cfg.train.global_batch_size, available) // at_once * at_once
-    if samples == 0:
-        raise UserError(
-            f"data.valid: got {available} samples of {cfg.train.seq_length} tokens, allowed at least {at_once} "
-            "(micro_batch_size x data-parallel ranks, and x stages of an interleaved pipeline); "
-            "use more validation text"
-        )
-    return samples
-
-
 def validation_batches(run: Prepared) -> tuple[Iterator[Batch], int]:
     """(this rank's micro-batches of one evaluation, their number); the same samples every time."""
     cfg, world = run.cfg, run.world
     assert run.datasets.valid is not None
     available = len(run.datasets.valid)
-    samples = _validation_samples(cfg, world.layout, available)
+    samples = validation_samples(cfg, world.layout, available)
     micro_batch, dp, share = cfg.train.micro_batch_size, world.layout.dp, data_share(cfg, world)
     indices = micro_batch_indices(0, samples, available, micro_batch=micro_batch, dp_ranks=share.dp_ranks, dp_size=dp)
     batches = batch_iterator(run.datasets.valid, indices, world.device, num_workers=0, share=share)

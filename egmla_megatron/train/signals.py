@@ -23,6 +23,11 @@ class StopRequest:
     def __init__(self) -> None:
         self.received = 0  # signal number, 0: none
         self.at = 0.0  # when, by the monotonic clock
+        self.catch()
+
+    def catch(self) -> None:
+        """Takes the signals, before every step: LLVM, which compiles Triton's kernels in the first, puts handlers of
+        its own into their place without a word."""
         for number in STOP_SIGNALS:
             signal.signal(number, self._note)
 

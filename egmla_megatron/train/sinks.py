@@ -183,6 +183,7 @@ class Wandb:
             mode=cfg.logging.wandb,
             dir=cfg.run.dir,
             config=to_dict(cfg),
+            settings=wandb.Settings(quiet=True),  # its summary of curves would be the last page of every job's log
         )
 
     def write(self, kind: str, event: Mapping[str, Any]) -> None:

@@ -15,8 +15,8 @@ from egmla_megatron.attention.core_attention import TorchCoreAttention
 from egmla_megatron.config.check import check_config
 from egmla_megatron.data.batch import DataShare, batch_iterator
 from egmla_megatron.data.context_shard import context_shard
+from egmla_megatron.data.validation import validation_samples
 from egmla_megatron.errors import UserError
-from egmla_megatron.train.setup import _validation_samples
 from egmla_megatron.train.step import _for_each_chunk
 from tests.tiny import tiny_model, tiny_run
 
@@ -89,6 +89,6 @@ def test_every_chunk_reads_the_same_batches_whoever_asks_first() -> None:
 def test_an_interleaved_evaluation_takes_one_micro_batch_per_stage_at_a_time() -> None:
     cfg = tiny_run(tiny_model(num_layers=4), parallel={"pipeline": 2, "virtual_pipeline": 2})
     layout = check_config(cfg, 2)
-    assert _validation_samples(cfg, layout, 7) == 4
+    assert validation_samples(cfg, layout, 7) == 4
     with pytest.raises(UserError, match=r"allowed at least 4 .*stages of an interleaved pipeline"):
-        _validation_samples(cfg, layout, 3)
+        validation_samples(cfg, layout, 3)

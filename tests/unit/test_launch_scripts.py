@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -10,67 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.launch_desk import PYTHON, SCONTROL, SRUN, Desk, desk
+
+__all__ = ["desk"]  # a fixture
+
 JOBS = ("pretrain_1b2", "pretrain_base", "ablation", "bench_sharding", "evaluate")
-
-# prints its arguments one to a bracket; `fit` answers with an override
-_PYTHON = """#!/bin/bash
-case "$1" in -c) exit 0 ;; esac
-printf 'python' >&2; printf ' [%s]' "$@" >&2; echo >&2
-case " $* " in *" fit "*) echo parallel.gate_group=2 ;; esac
-"""
-_SCONTROL = """#!/bin/bash
-case "$*" in
-    "show hostnames"*) printf 'n1\\nn2\\n' ;;
-    "show job"*) printf 'JobId=7 JobName=x\\n   JobState=RUNNING Reason=None\\n   Command=%s\\n' "$COMMAND"
-                 printf '   StdErr=%s/the log.out\\n' "$HOME" ;;
-esac
-"""
-_SRUN = """#!/bin/bash
-{ printf 'srun'; printf ' [%s]' "${@//$'\\n'/ }"; echo; } >&2
-"""
-_APPTAINER = """#!/bin/bash
-printf 'apptainer' >&2; printf ' [%s]' "$@" >&2; echo >&2
-while [ "$1" != /images/egmla.sif ]; do shift; done
-shift; exec "$@"
-"""
-_SBATCH = """#!/bin/bash
-env | grep '^SBATCH_' | sort; printf ' [%s]' "$@"; echo
-"""
-
-
-class Desk:
-    """A checkout in a path with a space, and a PATH with stand-ins before the real programs."""
-
-    def __init__(self, root: Path, folder: Path) -> None:
-        self.root, self.bin, self.home = folder / "a checkout", folder / "bin", folder / "home of me"
-        shutil.copytree(root / "launch", self.root / "launch", ignore=shutil.ignore_patterns("site.sh"))
-        for made in (self.bin, self.home, self.root / "tools"):
-            made.mkdir()
-        programs = {"python": _PYTHON, "scontrol": _SCONTROL, "srun": _SRUN, "apptainer": _APPTAINER, "sbatch": _SBATCH}
-        for name, text in {**programs, "nvidia-smi": "#!/bin/bash\nexit 1\n"}.items():
-            (self.bin / name).write_text(text)
-            (self.bin / name).chmod(0o755)
-
-    def site(self, *lines: str) -> None:
-        (self.root / "launch" / "site.sh").write_text("\n".join(lines) + "\n")
-
-    def run(self, script: Path | str, *arguments: str, **extra: str) -> tuple[int, str, str]:
-        path = self.root / "launch" / script if isinstance(script, str) else script
-        env = {"PATH": f"{self.bin}:{os.environ['PATH']}", "HOME": str(self.home), "EGMLA_VENV": "none"}
-        env |= {"EGMLA_PYTHON": str(self.bin / "python"), "EGMLA_PROFILES": str(self.home)}
-        command = ["bash", str(path), *arguments]
-        done = subprocess.run(command, cwd=self.home, env=env | extra, text=True, capture_output=True, timeout=60)
-        return done.returncode, done.stdout, done.stderr
-
-    def slurm(self, command: str) -> dict[str, str]:
-        """Variables of a batch job on its first node."""
-        return {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURMD_NODENAME": "n1", "COMMAND": command,
-                "SLURM_CPUS_ON_NODE": "8", "SLURM_GPUS_ON_NODE": "4"}  # fmt: skip
-
-
-@pytest.fixture
-def desk(root: Path, tmp_path: Path) -> Desk:
-    return Desk(root, tmp_path)
 
 
 def test_all_scripts_are_clean_for_shellcheck(root: Path) -> None:
@@ -118,7 +61,7 @@ def test_a_copy_in_the_spool_folder_finds_the_repository(desk: Desk, tmp_path: P
 def test_a_shell_of_salloc_uses_the_whole_allocation(desk: Desk) -> None:
     """Its step, a login node that knows no GPUs, nodes with fewer cores, and options for tasks that are not started."""
     asks = desk.bin / "srun"
-    asks.write_text(_SRUN + 'case "$*" in *SLURM_GPUS_ON_NODE*) echo 4 ;; esac\n')
+    asks.write_text(SRUN + 'case "$*" in *SLURM_GPUS_ON_NODE*) echo 4 ;; esac\n')
     job = desk.slurm("(null)")
     shell = {**job, "SLURM_JOB_CPUS_PER_NODE": "16(x2),12", "SLURM_CPUS_PER_TASK": "2", "SLURM_STEP_ID": "4294967290"}
     login = {name: value for name, value in shell.items() if "NODE" not in name or "_JOB_" in name}
@@ -148,8 +91,8 @@ def test_the_log_is_the_file_that_stderr_is(desk: Desk, tmp_path: Path) -> None:
 def test_a_signal_during_the_first_checks(desk: Desk, name: str, code: int, said: str) -> None:
     """SIGINT ends the job for good; any other puts it back into the queue, which this stand-in for Slurm refuses."""
     script = "$(ps -o ppid= -p $PPID)"  # between the two lies the subshell that reads the answer
-    (desk.bin / "python").write_text(_PYTHON + f'case " $* " in *" fit "*) kill -{name} {script}; exit 1 ;; esac\n')
-    (desk.bin / "scontrol").write_text(_SCONTROL + 'case "$1" in requeue) exit 1 ;; esac\n')
+    (desk.bin / "python").write_text(PYTHON + f'case " $* " in *" fit "*) kill -{name} {script}; exit 1 ;; esac\n')
+    (desk.bin / "scontrol").write_text(SCONTROL + 'case "$1" in requeue) exit 1 ;; esac\n')
     echo = '#!/bin/bash\n{ printf scancel; printf " [%s]" "$@"; echo; } >>"$HOME/told"; kill -INT $PPID\n'
     (desk.bin / "scancel").write_text(echo)
     (desk.bin / "scancel").chmod(0o755)
@@ -161,13 +104,36 @@ def test_a_signal_during_the_first_checks(desk: Desk, name: str, code: int, said
 
 def test_a_restart_is_recorded_before_it_can_fail(desk: Desk) -> None:
     """A first check that breaks down on a bad node is a crash of this start, and asked what follows from it."""
-    (desk.bin / "python").write_text(_PYTHON + 'case " $* " in *" fit "*) exit 1 ;; *" end "*) exit 75 ;; esac\n')
+    (desk.bin / "python").write_text(PYTHON + 'case " $* " in *" fit "*) exit 1 ;; *" end "*) exit 75 ;; esac\n')
     job = desk.slurm("(null)")
     code, _, err = desk.run("pretrain_base.sh", **job, SLURM_RESTART_COUNT="1", EGMLA_REQUEUE="no")
     asked = [line.split("] [")[2] for line in err.splitlines() if line.startswith("python")]
     assert (code, asked) == (1, ["begin", "fit", "end"]) and "[--code] [1] [--signal] [0]" in err, err
     code, _, err = desk.run("pretrain_base.sh", **job)
     assert code == 1 and "[begin]" not in err and "[end]" not in err  # somebody watches the first start
+
+
+def test_a_task_of_an_array_is_a_job_of_its_own(desk: Desk) -> None:
+    """%a is its number; Slurm's commands get the task, since the number of the last task is that of the array."""
+    job = desk.bin / "scontrol"
+    told = SCONTROL + 'echo "scontrol [$*]" >&2; case "$1" in requeue) exit 1 ;; esac\n'
+    job.write_text(told.replace("JobId=7", "JobId=7 ArrayJobId=7 ArrayTaskId=3"))
+    (desk.bin / "python").write_text(PYTHON + 'case " $* " in *" end "*) exit 75 ;; esac\n')
+    task = {**desk.slurm("x"), "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_COUNT": "4"}
+    code, _, err = desk.run("pretrain_base.sh", "run.dir=runs/seed%a", "run.seed=%a", **task)
+    assert code == 1 and "[run.dir=runs/seed3] [run.seed=3]" in err and "warning: all" not in err, err
+    assert "[--job] [7_3]" in err and "scontrol [requeue 7_3]" in err
+    assert "warning: all 4 tasks of this array have one run folder" in desk.run("pretrain_base.sh", **task)[2]
+    for script, words in (("evaluate.sh", ("ppl", "run")), ("bench_sharding.sh", ())):
+        assert "[--json] [3 3.json]" in desk.run(script, *words, "--json", "%a %a.json", **task)[2]
+    job.write_text(told)  # a job submitted from inside that task: it has inherited the variables
+    err = desk.run("pretrain_base.sh", **task, SLURM_HET_SIZE="2")[2]
+    assert "[--job] [7]" in err and "scontrol [requeue 7]" in err and "warning: all" not in err, err
+    code, _, err = desk.run("pretrain_base.sh", "run.dir=runs/seed%a")
+    assert (code, err.count("\n")) == (2, 1) and "got %a, allowed in job arrays only" in err
+    job.write_text(SCONTROL.replace("JobId=7", "JobId=7 HetJobId=7 HetJobOffset=0"))
+    code, _, err = desk.run("pretrain_base.sh", **desk.slurm("x"), SLURM_HET_SIZE="2")
+    assert (code, err.count("\n")) == (2, 1) and "got a heterogeneous job of 2 components, allowed one" in err
 
 
 def test_gpus_are_those_that_are_visible(desk: Desk) -> None:
@@ -227,7 +193,7 @@ def test_the_site_file_reaches_the_job(desk: Desk, root: Path) -> None:
     shutil.copy(root / "launch" / "site.sh.example", desk.root / "launch" / "site.sh")
     assert desk.run("pretrain_base.sh")[0] == 0
     (desk.bin / "python").write_text(
-        _PYTHON.replace("printf 'python'", 'echo "$NCCL_DEBUG $GLOO_SOCKET_IFNAME" >&2; echo')
+        PYTHON.replace("printf 'python'", 'echo "$NCCL_DEBUG $GLOO_SOCKET_IFNAME" >&2; echo')
     )
     desk.site("if true; then SITE_INTERFACE=ib0; fi", "SITE_ENVIRONMENT=(NCCL_DEBUG=WARN B='two words')")
     assert "WARN ib0" in desk.run("pretrain_base.sh")[2]
@@ -250,29 +216,6 @@ def test_the_site_file_reaches_the_job(desk: Desk, root: Path) -> None:
     assert desk.run("submit.sh")[0] == 2
 
 
-def test_containers(desk: Desk) -> None:
-    """The image's Python does everything; nothing is installed on the host."""
-    image = ("SITE_IMAGE=/images/egmla.sif", "SITE_MOUNTS=/data:/data", "SITE_PYTHON=python")
-    desk.site("SITE_CONTAINER=apptainer", *image)
-    code, _, err = desk.run("pretrain_base.sh", EGMLA_PYTHON="", EGMLA_VENV="")
-    assert code == 0, err
-    mounts = f"{desk.root}:{desk.root},{desk.home}:{desk.home},/data:/data"
-    called = f"apptainer [exec] [--nv] [--bind] [{mounts}] [--pwd] [{desk.home}] [/images/egmla.sif] [python] [-m]"
-    assert err.count(called) == 2 and "[egmla_megatron.train]" in err
-    under = desk.slurm(f"{desk.root}/launch/pretrain_base.sh")
-    code, _, err = desk.run("pretrain_base.sh", **under)
-    assert code == 0, err
-    assert "[task] [apptainer] [exec]" in err
-    desk.site("SITE_CONTAINER=pyxis", *image)
-    code, _, err = desk.run("pretrain_base.sh", **under)
-    assert code == 0, err
-    steps = [line for line in err.splitlines() if line.startswith("srun ")]
-    assert len(steps) == 6 and all("[--container-image=/images/egmla.sif]" in step for step in steps)
-    assert f"[--container-mounts={mounts}] [--container-workdir={desk.home}]" in steps[0]
-    code, _, err = desk.run("pretrain_base.sh")
-    assert code == 2 and "pyxis: allowed under Slurm only" in err
-
-
 def test_the_benchmark_starts_its_ranks_both_ways(desk: Desk) -> None:
     code, _, err = desk.run("bench_sharding.sh", "--json", "a b.json", **desk.slurm("x"))
     tool = f"[{desk.root}/tools/bench_sharding.py] [--json] [a b.json]"
@@ -289,4 +232,9 @@ def test_evaluate(desk: Desk) -> None:
     assert code == 0 and tool in err and "--nnodes" in err
     code, _, err = desk.run("evaluate.sh", *wanted)
     assert code == 0 and tool in err and "--standalone" in err
+    for extra in (desk.slurm("x"), {"EGMLA_NPROC": "4"}):  # lm_eval: one process, whatever there is
+        code, _, err = desk.run("evaluate.sh", "tasks", "my run", "--tasks", "a,b", **extra)
+        called = [line for line in err.splitlines() if not line.startswith("warning: nvidia-smi")]
+        assert code == 0, err
+        assert called == [f"python [{desk.root}/tools/evaluate.py] [tasks] [my run] [--tasks] [a,b]"]
     assert desk.run("evaluate.sh", "ppl", "--help")[2].startswith(f"python [{desk.root}/tools/evaluate.py]")

@@ -18,7 +18,7 @@ from egmla_megatron.errors import UserError
 from egmla_megatron.launching import facts as facts_module
 from egmla_megatron.launching import meeting as meeting_module
 from egmla_megatron.launching.compare import find_problems, find_warnings
-from egmla_megatron.launching.facts import gather_facts
+from egmla_megatron.launching.facts import gather_facts, node_name
 from egmla_megatron.launching.fit import fit_to_nodes
 from egmla_megatron.launching.last_words import last_words
 from egmla_megatron.launching.ledger import Launch, RunTail, read_launches, read_tail, record_end, record_start
@@ -89,6 +89,7 @@ def test_what_an_end_means(code: int, caught: int, stopped_by: int, checks: bool
     opened = launch("", 0, from_step=4, ended_unix_s=0.0)
     closed = close_launch(opened, code, caught, tail(steps=steps, ends=ends), "said", checks=checks)
     assert (closed.outcome, closed.reached, closed.is_open) == (outcome, 9, False)
+    assert closed.said == ("" if outcome in ("saved", "stopped") else "said")
     assert judge([closed]).code == verdict
 
 
@@ -175,6 +176,21 @@ def test_gpus_that_no_rank_uses_are_named(monkeypatch: pytest.MonkeyPatch) -> No
     assert found["warnings"] == ["8 GPUs are there, 1 are used (sbatch --gpus-per-node, EGMLA_NPROC)"]
 
 
+def test_a_node_without_slurms_name_is_found_by_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURMD_NODENAME", raising=False)
+    for own, nodes, name in (
+        ("n1.cluster.org", ["n2", "n1"], "n1"),
+        ("n1", ["n1.cluster.org", "n2.cluster.org"], "n1.cluster.org"),
+        ("n1.a.org", ["n1.b.org"], "n1.a.org"),  # another machine
+        ("n1", ["n1.a.org", "n1.b.org"], "n1"),
+        ("n1", [], "n1"),
+    ):
+        monkeypatch.setattr(facts_module.platform, "node", lambda own=own: own)
+        assert node_name(nodes) == name
+    monkeypatch.setenv("SLURMD_NODENAME", "n7")
+    assert node_name(["n1"]) == "n7"
+
+
 def test_nodes_meet_and_strangers_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting_module, "_PATIENCE_S", 1.0)
     meeting = Host(0, "token", 10.0)
@@ -182,20 +198,22 @@ def test_nodes_meet_and_strangers_are_ignored(monkeypatch: pytest.MonkeyPatch) -
     silent = socket.create_connection(("127.0.0.1", port))
     codes: dict[str, int | None] = {}
 
-    def report(name: str, token: str) -> None:
-        codes[name + token] = attend("127.0.0.1", port, token, {"node": name}, 10.0)
+    def report(name: str, token: str, address: str = "127.0.0.1") -> None:
+        codes[name + token] = attend(address, port, token, {"node": name}, 10.0)
 
-    threads = [threading.Thread(target=report, args=pair) for pair in (("n2", "wrong"), ("n2", "token"))]
+    both = "::1" if socket.has_dualstack_ipv6() else "127.0.0.1"
+    callers = (("n2", "wrong"), ("n2", "token"), ("n3", "token", both))
+    threads = [threading.Thread(target=report, args=words) for words in callers]
     for thread in threads:
         thread.start()
         time.sleep(0.1)
-    heard = meeting.hear(["n2"])
+    heard = meeting.hear(["n2", "n3"])
     meeting.dismiss(2)
     silent.close()
     for thread in threads:
         thread.join()
-    assert list(heard) == ["n2"] and abs(heard["n2"]["skew_s"]) < 1.0
-    assert codes == {"n2wrong": None, "n2token": 2}
+    assert sorted(heard) == ["n2", "n3"] and abs(heard["n2"]["skew_s"]) < 1.0
+    assert codes == {"n2wrong": None, "n2token": 2, "n3token": 2}
     lonely = Host(0, "token", 0.2)
     assert lonely.hear(["n2"]) == {}
     lonely.dismiss(2)
@@ -237,7 +255,8 @@ def test_the_status_of_a_run(tmp_path: Path) -> None:
     assert status["eta_s"] == 150.0 and status["next_checkpoint"] == {"step": 40, "in_s": 30.0}
     assert status["tokens_per_second"] == 4 * 16 / 2.0
     text = format_status(status, now)
-    assert "step 25 of 100 (25.0%)" in text and "0:02:30 to go" in text and "next at step 40 in 0:00:30" in text
+    assert "step 25 of 100 (25.0%), 0.002 M of 0.006 M tokens" in text
+    assert "0:02:30 to go" in text and "next at step 40 in 0:00:30" in text
     assert "25: 4.0000" in text and "20: loss 4.9000" in text and "job 7, restart 0, 2 ranks on a, b" in text
     assert "no sign of life for" in read_status(tmp_path, now + 3600)["state"]
     assert read_tail(tmp_path).steps[-1]["step"] == 25

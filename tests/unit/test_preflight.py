@@ -114,6 +114,11 @@ MISTAKES: dict[str, tuple[list[str], Callable[[Trial], object] | None, tuple[str
     "truncated_bin": ([], lambda trial: truncate(trial.data.with_suffix(".bin")), ("train.bin", "cut off")),
     "truncated_index": ([], lambda trial: truncate(trial.data.with_suffix(".idx")), ("train.idx", "file size")),
     "large_ids": ([], lambda trial: change_manifest(trial.data.with_suffix(".json")), ("vocab_size", "1000")),
+    "little_validation": (
+        ["train.micro_batch_size=64", "train.global_batch_size=64", "run.dir={run}2"],
+        None,
+        ("data.valid: got 3", "samples of 16 tokens, allowed at least 64", "or none (data.valid=[])"),
+    ),
     "suffix": (["data.train=[{data}/train.bin]"], None, ("data.train: got", "drop the suffix: ", "data/train")),
     "suffix_of_an_index": (["data.valid=[{data}/valid.idx]"], None, ("data.valid: got", "drop the suffix: ")),
     "too_many_samples": (

@@ -163,7 +163,9 @@ def test_an_uncaught_error_ends_a_rank_although_its_workers_hear_no_signal() -> 
     assert done.returncode == 1 and "RuntimeError: a bug" in done.stderr
 
 
-def test_a_signal_that_comes_twice_at_once_is_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_that_comes_twice_at_once_is_one_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     before = {number: signal.getsignal(number) for number in signals.STOP_SIGNALS}
     try:
         stop = signals.StopRequest()
@@ -177,3 +179,35 @@ def test_a_signal_that_comes_twice_at_once_is_one_request(monkeypatch: pytest.Mo
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+COMPILED = """
+import os, signal, sys
+import triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from egmla_megatron.train.signals import StopRequest
+
+@triton.jit
+def add_one(x, y, n, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(y + i, tl.load(x + i, i < n) + 1, i < n)
+
+stop = StopRequest()
+types = {"x": "*fp32", "y": "*fp32", "n": "i32"}
+triton.compile(triton.compiler.ASTSource(add_one, types, constexprs={"BLOCK": 128}), target=GPUTarget("cuda", 90, 32))
+os.kill(os.getpid(), signal.SIGUSR1)
+print("lost" if not stop.received else "heard", end=" ")
+stop.catch()
+os.kill(os.getpid(), signal.SIGUSR1)
+print(stop.received)
+"""
+
+
+def test_signals_are_heard_after_a_kernel_was_compiled(tmp_path: Path) -> None:
+    """Compiling in this process replaces signal handlers; "heard" here would mean that it no longer does."""
+    pytest.importorskip("triton")
+    script = tmp_path / "compiled.py"  # Triton reads the source of kernels
+    script.write_text(COMPILED)
+    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache"), "TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100, env=env)
+    assert done.stdout.split() == ["lost", str(int(signal.SIGUSR1))], done.stdout + done.stderr

@@ -15,8 +15,9 @@ def map_large_blocks() -> bool:
     """Gives every block from 1 MiB on a mapping of its own, which goes back to the system when it is freed.
 
     glibc raises that limit to the size of what is freed, up to 32 MiB, and then keeps activations of all sizes in one
-    heap, which tears into gaps: the quickstart's rank went from 925 to 1,380 MiB in 20 steps with never more than 330
-    in use, and stays at 974 with this, for 2% more time (tools/records/README.md). False where there is no glibc.
+    heap, which tears into gaps: the quickstart's rank grew to 1,534 MiB in 160 steps with never more than about 330 in
+    use, and to 1,061 with this. It costs 6% of a step, for pages that are mapped anew (tools/records/README.md). False
+    where there is no glibc.
     """
     if platform.libc_ver()[0] != "glibc":
         return False

@@ -42,8 +42,13 @@ def read_record(folder: Path, number: int) -> dict[str, Any] | None:
     return record
 
 
-def write_part(plan: Plan, part: Part, folder: Path, encoder: Encoder, progress: Progress) -> None:
-    """Writes the part's three files under temporary names and renames them. UserError when the disk cannot take it."""
+def write_part(
+    plan: Plan, part: Part, folder: Path, encoder: Encoder, progress: Progress, *, ahead: bool = True
+) -> None:
+    """Writes the part's three files under temporary names and renames them. UserError when the disk cannot take it.
+
+    ahead: read in a thread of its own, beside encoding.
+    """
     temporary = {
         suffix: part_file(folder, part.number, f"{suffix}.{socket.gethostname()}-{os.getpid()}.tmp")
         for suffix in _SUFFIXES
@@ -51,7 +56,7 @@ def write_part(plan: Plan, part: Part, folder: Path, encoder: Encoder, progress:
     try:
         with writing_to(folder):
             with temporary["bin"].open("wb", buffering=1 << 20) as out:
-                arrays, record = _convert(plan, part, encoder, out, progress)
+                arrays, record = _convert(plan, part, encoder, out, progress, ahead)
             with temporary["npz"].open("wb") as stream:
                 np.savez(stream, allow_pickle=False, **arrays)
             temporary["json"].write_text(json.dumps(record) + "\n", encoding="utf-8")
@@ -66,7 +71,7 @@ _SUFFIXES = ("bin", "npz", "json")
 
 
 def _convert(
-    plan: Plan, part: Part, encoder: Encoder, out: BinaryIO, progress: Progress
+    plan: Plan, part: Part, encoder: Encoder, out: BinaryIO, progress: Progress, ahead: bool
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     encoder.seen_V[:] = False
     collected: list[Documents] = []
@@ -75,7 +80,8 @@ def _convert(
     for piece in part.slices:
         ledger = Ledger(plan.on_error)
         before = tokens
-        for rows in prefetched(_read(plan, piece, ledger)):
+        found = _read(plan, piece, ledger)
+        for rows in prefetched(found) if ahead else found:
             documents = encoder.encode(rows, ledger)
             out.write(documents.tokens_T)
             tokens += len(documents.tokens_T)

@@ -1,4 +1,4 @@
-"""Converts parts in this process, two at a time where it has the CPUs: Arrow decodes without the interpreter lock."""
+"""Converts parts in this process; of parquet two at a time, because Arrow decodes without the interpreter lock."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Stopped(Exception):
 
 def convert_here(plan: Plan, numbers: Sequence[int], folder: Path, report: Report) -> None:
     """Converts the parts `numbers`. The first failure ends all threads and is raised."""
-    threads = max(1, min(_THREADS, len(os.sched_getaffinity(0)), len(numbers)))
+    threads = _threads(plan, len(numbers))
     lock, stopping, own = threading.Lock(), threading.Event(), threading.local()
 
     def report_one(number: int, done: int, tokens: int) -> None:
@@ -34,7 +34,7 @@ def convert_here(plan: Plan, numbers: Sequence[int], folder: Path, report: Repor
             report(number, done, tokens)
 
     def convert(number: int) -> None:
-        write_part(plan, plan.parts[number], folder, own.encoder, partial(report_one, number))
+        write_part(plan, plan.parts[number], folder, own.encoder, partial(report_one, number), ahead=threads == 1)
 
     def begin() -> None:
         own.encoder = Encoder(plan.vocabulary, plan.append_eos)
@@ -48,3 +48,9 @@ def convert_here(plan: Plan, numbers: Sequence[int], folder: Path, report: Repor
             stopping.set()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def _threads(plan: Plan, parts: int) -> int:
+    if any(source.format != "parquet" for source in plan.sources):
+        return 1  # jsonl holds the interpreter lock nearly all of the time
+    return max(1, min(_THREADS, len(os.sched_getaffinity(0)), parts))

@@ -134,9 +134,9 @@ def test_a_failing_worker_ends_the_run_with_its_traceback(tmp_path: Path) -> Non
 
 def test_a_mistake_ends_both_threads_of_one_process(tmp_path: Path) -> None:
     """Finished parts are kept, nothing half-written is, and the parts behind are not begun."""
-    paths = [write_jsonl(tmp_path / f"{number:02}.jsonl", documents(200, number)) for number in range(40)]
-    write_jsonl(tmp_path / "05.jsonl", [[1], [100]])
-    with parts_of(2000), pytest.raises(UserError, match=r"05\.jsonl, line 2: id 100"):
+    paths = [write_parquet(tmp_path / f"{number:02}.parquet", documents(200, number), group=50) for number in range(40)]
+    write_parquet(tmp_path / "05.parquet", [[1], [100]])
+    with parts_of(2000), pytest.raises(UserError, match=r"05\.parquet, row group 0, row 1: id 100"):
         run(tmp_path / "out", *paths)
     finished = {file.stem for file in (tmp_path / "out.parts").glob("*[0-9].json")}
     assert 0 < len(finished) < 100  # of over two hundred

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.dist.harness import ROOT, events
+from tests.dist.harness import ROOT, environment, events
 from tests.gpu.small_model import SMALL
 from tests.slurm.cluster import Cluster
 from tests.slurm.conftest import reason_to_skip
@@ -80,7 +81,9 @@ def test_preempted_and_killed_on_gpus(nodes: Cluster, tmp_path: Path) -> None:
     assert outcomes[0] == "saved" and outcomes[-1] == "done" and len(outcomes) >= 3, job.output
     got, expected = trained(job.run), trained(whole.run)
     assert sorted(got) == sorted(expected) == list(range(1, STEPS + 1))
-    # the graph replays the same kernels on the same data; what differs is the order of NCCL's sums
-    assert max(abs(got[step] - expected[step]) / expected[step] for step in got) < 2e-2
-    status = nodes.call("bash", str(ROOT / "launch" / "status.sh"), str(job.run), env={"EGMLA_VENV": "none"})
-    assert f"{STEPS}" in status and "complete" in status.lower(), status
+    # the same kernels on the same data; what differs is the order of sums, in tables padded to another size
+    for step in got:
+        assert got[step] == pytest.approx(expected[step], rel=2e-2, abs=1e-2), f"step {step}"
+    python = environment(EGMLA_VENV="none", EGMLA_PYTHON=sys.executable)
+    status = nodes.call("bash", str(ROOT / "launch" / "status.sh"), str(job.run), env=python)
+    assert f"{STEPS}" in status and "the run is complete" in status, status

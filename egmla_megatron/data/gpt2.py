@@ -1,15 +1,17 @@
-"""GPT-2's byte-level BPE through tiktoken, from its two files: no network, no Hugging Face tokenizer."""
+"""GPT-2's byte-level BPE through tiktoken and gigatoken, from its two files: no network, no Hugging Face tokenizer."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from base64 import b64encode
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 from egmla_megatron.errors import UserError
 
-__all__ = ["END_OF_TEXT", "find_gpt2_files", "gpt2_encoding", "load_gpt2_files", "ranks_digest"]
+__all__ = ["END_OF_TEXT", "fast_encoder", "find_gpt2_files", "gpt2_encoding", "load_gpt2_files", "ranks_digest"]
 
 END_OF_TEXT = "<|endoftext|>"
 _PAIRS = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))  # OpenAI's names, Hugging Face's names
@@ -79,6 +81,20 @@ def gpt2_encoding(ranks: dict[bytes, int], end_of_text: int) -> Any:
         mergeable_ranks=ranks,
         special_tokens={END_OF_TEXT: end_of_text},
     )
+
+
+def fast_encoder(ranks: dict[bytes, int]) -> Any:
+    """gigatoken's tokenizer of the same vocabulary: twenty times as fast, ids only (no special tokens). For one thread.
+
+    It keeps the pieces of text that it has seen.
+    """
+    import gigatoken
+
+    lines = (b64encode(piece) + b" %d\n" % rank for piece, rank in sorted(ranks.items(), key=lambda item: item[1]))
+    with NamedTemporaryFile(suffix=".tiktoken") as file:
+        file.writelines(lines)
+        file.flush()
+        return gigatoken.Tokenizer.from_tiktoken(file.name, pretokenizer="gpt2")
 
 
 def ranks_digest(ranks: dict[bytes, int]) -> str:

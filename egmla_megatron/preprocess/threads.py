@@ -1,4 +1,4 @@
-"""Converts parts in this process; of parquet two at a time, because Arrow decodes without the interpreter lock."""
+"""Converts parts in this process; token lists in parquet two at a time: Arrow decodes without the interpreter lock."""
 
 from __future__ import annotations
 
@@ -51,6 +51,6 @@ def convert_here(plan: Plan, numbers: Sequence[int], folder: Path, report: Repor
 
 
 def _threads(plan: Plan, parts: int) -> int:
-    if any(source.format != "parquet" for source in plan.sources):
-        return 1  # jsonl holds the interpreter lock nearly all of the time
+    if any((source.format, source.kind) != ("parquet", "tokens") for source in plan.sources):
+        return 1  # jsonl holds the interpreter lock nearly all of the time, and tokenizers are for one thread
     return max(1, min(_THREADS, len(os.sched_getaffinity(0)), parts))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import random
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,31 @@ def test_ids_equal_those_of_the_tokenizers_library(tmp_path: Path) -> None:
         assert ours.decode(expected) == text
     assert len(ours.encode("the")) == 1 and len(ours.encode(" the")) == 1
     assert (ours.kind, ours.eod, ours.vocab_size) == ("gpt2", 263, 264)
+
+
+def test_arrays_hold_the_same_ids_for_any_text(tmp_path: Path) -> None:
+    """Two libraries, tiktoken and gigatoken, over random Unicode: every class of characters cuts text differently."""
+    ours = load_tokenizer(write_files(tmp_path / "gpt2"))
+    draw = random.Random(0)
+    odd = [
+        *TEXTS,
+        "\u3000",
+        "\u00a0",
+        "\u2028",
+        "\r\n",
+        "'S",
+        "\u2019re",
+        "\u0660",
+        "\u00bd",
+        "\u01c5",
+        "e\u0301",
+        "\ufffd",
+        "\x85",
+    ]
+    odd += [chr(code) for code in (draw.randrange(0x110000) for _ in range(3000)) if not 0xD800 <= code < 0xE000]
+    for _ in range(3000):
+        text = "".join(draw.choices(odd, k=draw.randrange(1, 12)))
+        assert ours.encode_array(text).tolist() == ours.encode(text), repr(text)
 
 
 def test_both_pairs_of_names_are_the_same_tokenizer(tmp_path: Path) -> None:

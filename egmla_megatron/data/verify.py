@@ -14,6 +14,7 @@ import json
 import struct
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -188,26 +189,34 @@ def _check_everything(path: Path, info: DatasetInfo, limit: int | None, wanted: 
     digest = hashlib.sha256()
     itemsize = np.dtype(info.dtype).itemsize
     start = 0
-    size = path.stat().st_size
     with (
         path.open("rb", buffering=0) as stream,
         ThreadPoolExecutor(1) as thread,
-        tqdm(total=size, unit="B", unit_scale=True, desc=f"reading {path.name}", disable=None) as bar,
+        tqdm(total=path.stat().st_size, unit="B", unit_scale=True, desc=f"reading {path.name}", disable=None) as bar,
     ):
         pending: Future[None] | None = None
-        while chunk := stream.read(_CHUNK):
-            while len(chunk) % itemsize:  # a network disk may give an odd number of bytes
-                chunk += stream.read(itemsize - len(chunk) % itemsize)
+        filled, next_one = memoryview(bytearray(_CHUNK)), memoryview(bytearray(_CHUNK))
+        while size := _fill(stream, filled):
+            chunk = filled[:size]
             if pending is not None:
                 pending.result()
             pending = thread.submit(digest.update, chunk) if wanted is not None else None
             _check_ids(path, np.frombuffer(chunk, np.dtype(info.dtype).newbyteorder("<")), start, limit)
-            start += len(chunk) // itemsize
-            bar.update(len(chunk))
+            start += size // itemsize
+            bar.update(size)
+            filled, next_one = next_one, filled  # the other one was hashed before this one's turn came
         if pending is not None:
             pending.result()
     if wanted is not None:
         _compare(path, digest.hexdigest(), wanted)
+
+
+def _fill(stream: FileIO, buffer: memoryview) -> int:
+    """Bytes read: all of the buffer but at the file's end. A network disk may give less at a time, even odd numbers."""
+    filled = 0
+    while filled < len(buffer) and (count := stream.readinto(buffer[filled:])):
+        filled += count
+    return filled
 
 
 def _check_ids(path: Path, chunk: np.ndarray, start: int, limit: int | None) -> None:

@@ -37,7 +37,7 @@ def hardware() -> dict[str, Any]:
     """What the numbers depend on."""
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    packages = ("tiktoken", "tokenizers", "pyarrow", "orjson", "numpy", "megatron-core")
+    packages = ("gigatoken", "tokenizers", "pyarrow", "orjson", "numpy", "megatron-core")
     return {
         "cpu": cpu[1] if cpu else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),

@@ -50,8 +50,8 @@ def convert_parts(plan: Plan, numbers: Sequence[int], folder: Path, workers: int
         crew.stop()
 
 
-def _work(connection: Connection, plan: Plan, folder: Path) -> None:
-    """A worker: converts the parts whose numbers arrive until the other end closes."""
+def _work(connection: Connection, folder: Path) -> None:
+    """A worker: gets the plan, then converts the parts whose numbers arrive until the other end closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which ends the workers
     last = 0.0
 
@@ -62,6 +62,7 @@ def _work(connection: Connection, plan: Plan, folder: Path) -> None:
             last = time.monotonic()
 
     try:
+        plan: Plan = connection.recv()
         encoder = Encoder(plan.vocabulary, plan.append_eos)
         while True:
             number = connection.recv()
@@ -85,14 +86,19 @@ class _Crew:
         context = multiprocessing.get_context("spawn")
         for _ in range(size):
             here, there = context.Pipe()
-            process = context.Process(target=_work, args=(there, plan, folder), daemon=True)
+            process = context.Process(target=_work, args=(there, folder), daemon=True)
             process.start()
             there.close()
             self.workers[here] = process
-            self._give(here)
 
     def run(self) -> None:
         """Until every task is done."""
+        for connection in self.workers:
+            self.busy[connection] = self.tasks.popleft()
+            # Not an argument of the process: what multiprocessing writes for a child that died while it started, and
+            # that is more than a pipe holds, is waited for without end.
+            self._send(connection, self.plan)
+            self._send(connection, self.busy[connection])
         while self.busy:
             sentinels = {self.workers[connection].sentinel: connection for connection in self.busy}
             ready = set(wait([*self.busy, *sentinels]))
@@ -116,9 +122,15 @@ class _Crew:
     def _give(self, connection: Connection) -> None:
         if self.tasks:
             self.busy[connection] = self.tasks.popleft()
-            connection.send(self.busy[connection])
+            self._send(connection, self.busy[connection])
         else:
             self.busy.pop(connection, None)
+
+    def _send(self, connection: Connection, what: Plan | int) -> None:
+        try:
+            connection.send(what)
+        except (BrokenPipeError, ConnectionResetError):
+            self._bury(connection)
 
     def _hear(self, connection: Connection) -> None:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from egmla_megatron.preprocess.command import preprocess
 from egmla_megatron.preprocess.options import Options
 
 PART_BYTES = 20_000
-WORKERS = {"kill": 1, "kill while merging": 1, "kill worker": 2, "bug": 2, "none": 2, "kill with workers": 2}
+WORKERS = {"kill": 1, "kill while merging": 1}  # others: 2
 
 
 def workers() -> list[psutil.Process]:
@@ -40,6 +41,13 @@ def strike(what: str, out: str) -> None:
         workers()[0].kill()
 
 
+def kill_starting_worker() -> None:
+    """Kills the first worker as soon as there is one, long before it can read anything."""
+    while not (found := workers()):
+        pass
+    found[0].kill()
+
+
 def main() -> None:
     what, out, *inputs = sys.argv[1:]
     plan._MIN_PART = PART_BYTES  # type: ignore[misc]
@@ -51,6 +59,9 @@ def main() -> None:
             if sum(1 for _ in folder.glob("*[0-9].json")) >= 2 and what != "kill while merging":
                 strike(what, out)
 
+        if what == "kill starting worker":
+            chosen.facts["padding"] = "x" * 2**20  # more than a pipe holds
+            threading.Thread(target=kill_starting_worker).start()
         if what == "bug":
             chosen.sources[0].__dict__["column"] = "gone"  # what only a bug would do
         convert(chosen, numbers, folder, workers, hit)
@@ -69,7 +80,7 @@ def main() -> None:
         output=Path(out),
         vocab_size=100,
         eos_id=99,
-        workers=WORKERS[what],
+        workers=WORKERS.get(what, 2),
         validation_fraction=0.1,
     )
     preprocess(options)

@@ -117,8 +117,9 @@ def test_killed_at_the_very_end(
     assert same_files(tmp_path / "out", whole) and not (tmp_path / "out.parts").exists()
 
 
-def test_a_killed_worker_ends_the_run(tmp_path: Path, inputs: list[str]) -> None:
-    done = drive("kill worker", tmp_path / "out", *inputs)
+@pytest.mark.parametrize("what", ["kill worker", "kill starting worker"])
+def test_a_killed_worker_ends_the_run(tmp_path: Path, inputs: list[str], what: str) -> None:
+    done = drive(what, tmp_path / "out", *inputs)
     assert done.returncode == 1
     assert "WorkerDiedError: worker with part" in done.stderr and "died with signal 9 (SIGKILL)" in done.stderr
     assert "a.jsonl" in done.stderr and not (tmp_path / "out.bin").exists()

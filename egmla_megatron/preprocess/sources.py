@@ -124,7 +124,7 @@ def _inspect(name: str, options: Options) -> Source:
     if form is None:
         raise UserError(f"{name}: the name ends in none of {', '.join(_SUFFIXES)}; rename it or leave it out")
     if size == 0:
-        raise UserError(f"{name}: got 0 bytes, expected data; leave the empty file out or copy it again")
+        raise UnreadableError(f"{name}: got 0 bytes, expected data")
     if form == "txt":
         return Source(name, "txt", "text", "", "", size, ())
     if form == "parquet":

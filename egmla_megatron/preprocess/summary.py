@@ -68,4 +68,8 @@ def describe_result(
         table["clusters"] = f"{len(manifest['clusters'])}, sizes in {options.output}.json"
     width = max(map(len, table))
     lines = [f"{name:<{width}}  {value}" for name, value in table.items()]
-    return "\n".join([*lines, *(f"skipped: {fault}" for fault in manifest["faults"])])
+    lines += [f"skipped: {fault}" for fault in manifest["faults"]]
+    unnamed = counts["faults"] + manifest["unreadable_inputs"] - len(manifest["faults"])
+    if unnamed > 0:
+        lines.append(f"skipped: {unnamed:,} more; how many of which file: inputs in {options.output}.json")
+    return "\n".join(lines)

@@ -122,7 +122,6 @@ FILE_FAULTS: dict[str, tuple[Make, str]] = {
     ),
     "missing jsonl key": (lambda f: write_jsonl(f / "x.jsonl", GOOD, column="ids"), r"got columns ids, expected"),
     "text column of ids": (lambda f: write_jsonl(f / "x.jsonl", GOOD, column="text"), r"'text': got a list|got ids"),
-    "empty file": (lambda f: write_lines(f / "x.jsonl", []), r"x\.jsonl: got 0 bytes, expected data"),
     "only empty rows": (lambda f: write_jsonl(f / "x.jsonl", [[], [], [99]]), r"none is left"),
     "empty folder": (lambda f: str(f), r"holds no \.parquet"),
     "no such file": (lambda f: str(f / "x.jsonl"), r"x\.jsonl does not exist"),
@@ -135,6 +134,7 @@ UNREADABLE: dict[str, tuple[Make, str]] = {
     "no parquet": (lambda f: write_lines(f / "x.parquet", ["hello"]), r"x\.parquet: not a complete parquet file"),
     "no zst": (lambda f: damaged(write_jsonl(f / "x.jsonl.zst", GOOD), 0, b"nozst"), r"x\.jsonl\.zst: cannot be read"),
     "no gz": (lambda f: damaged(write_jsonl(f / "x.jsonl.gz", GOOD), 0, b"nogz"), r"x\.jsonl\.gz: cannot be read"),
+    "empty file": (lambda f: write_lines(f / "x.jsonl", []), r"x\.jsonl: got 0 bytes, expected data"),
     "only bad lines": (lambda f: write_lines(f / "x.jsonl", ["{", "["]), r"x\.jsonl, line 1: not valid JSON"),
 }
 
@@ -260,3 +260,13 @@ def test_an_input_that_changed_since(tmp_path: Path) -> None:
         write_jsonl(tmp_path / "x.jsonl", [*GOOD, [1]])
         with pytest.raises(UserError, match="shards of another run: inputs"):
             run(tmp_path / "out", path)
+
+
+def test_what_is_skipped_and_not_named_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    path = write_jsonl(tmp_path / "x.jsonl", [*GOOD, *[[100]] * 12])
+    manifest = run(tmp_path / "out", str(tmp_path / "empty.jsonl"), path, on_error="skip")
+    printed = capsys.readouterr().out
+    assert manifest["unreadable_inputs"] == 1 and "skipped: " + str(tmp_path / "empty.jsonl") in printed
+    assert printed.count("skipped: ") == 11 and "skipped: 3 more; how many of which file" in printed
+    assert len(stored(tmp_path / "out")) == len(GOOD)

@@ -5,6 +5,7 @@ Nothing here imports torch at the top: a test that starts subprocesses pays for 
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -35,6 +36,7 @@ __all__ = [
     "tiny_run",
     "write_dataset",
     "write_run",
+    "write_tokenizer",
 ]
 
 # a newcomer's gate is tested like the others; test_gates.py holds this to GATES of attention/gated_kv_up.py
@@ -127,3 +129,20 @@ def random_batches(cfg: RunConfig, seed: int = 5) -> Iterator[Any]:
         ids = torch.randint(cfg.model.vocab_size, (rows, length + 1), generator=generator)
         positions = torch.arange(length).expand(rows, -1)
         yield Batch(ids[:, :-1], ids[:, 1:], torch.ones(rows, length), positions)
+
+
+def write_tokenizer(path: Path, eos_id: int) -> None:
+    """A sentencepiece model of 300 pieces."""
+    import io
+
+    import sentencepiece
+
+    text = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(Path(json.__file__).read_text().splitlines()),
+        model_writer=text,
+        vocab_size=300,
+        eos_id=eos_id,
+        minloglevel=2,
+    )
+    path.write_bytes(text.getvalue())

@@ -13,8 +13,6 @@ from egmla_megatron.model.count import count_parameters
 
 __all__ = ["Traffic", "exchanged_rows", "gradient_bytes", "predict_traffic", "weight_bytes"]
 
-_BYTES = {"fp32": 4, "bf16": 2}  # of one element
-
 
 @dataclass(frozen=True)
 class Traffic:
@@ -46,7 +44,7 @@ def exchanged_rows(cfg: RunConfig, *, tokens: int, own: int, union: int) -> int:
 def gradient_bytes(elements: float, replicas: int, cfg: RunConfig) -> float:
     """Sent to sum gradients over `replicas`: an all-reduce, or a reduce-scatter for the distributed optimizer."""
     kind = "reduce_scatter" if cfg.optimizer.distributed else "allreduce"
-    return ring_bytes(kind, elements * _BYTES[cfg.parallel.grad_reduce_dtype], replicas)
+    return ring_bytes(kind, elements * cfg.parallel.grad_element_bytes, replicas)
 
 
 def weight_bytes(elements: float, replicas: int, cfg: RunConfig) -> float:
@@ -58,7 +56,7 @@ def weight_bytes(elements: float, replicas: int, cfg: RunConfig) -> float:
     if not cfg.optimizer.distributed:
         return 0.0
     gathers = 2 if cfg.model.gated and not cfg.parallel.overlap_param_gather else 1
-    return ring_bytes("allgather", gathers * elements * _BYTES[cfg.train.precision] / replicas, replicas)
+    return ring_bytes("allgather", gathers * elements * cfg.train.element_bytes / replicas, replicas)
 
 
 def _reduced(elements: float, replicas: int, cfg: RunConfig) -> float:
@@ -72,7 +70,7 @@ def predict_traffic(cfg: RunConfig, ranks: int, rows: int) -> Traffic:
         rows: see `exchanged_rows`; not used where the tables are replicated.
     """
     count, group = count_parameters(cfg.model), cfg.parallel.gate_group
-    width = cfg.model.num_layers * cfg.model.kv_emb_dim * _BYTES[cfg.train.precision]  # bytes of one row, all layers
+    width = cfg.model.num_layers * cfg.model.kv_emb_dim * cfg.train.element_bytes  # bytes of one row, all layers
     return Traffic(
         dense=_reduced(count.active, ranks, cfg),
         tables=_reduced(count.gate_tables / group, ranks // group, cfg),

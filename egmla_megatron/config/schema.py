@@ -24,6 +24,7 @@ __all__ = [
 ]
 
 Recompute = Literal["none", "selective", "full"]
+_DTYPE_BYTES = {"bf16": 2, "fp32": 4}
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,11 @@ class TrainConfig:
     peer_timeout_s: float = 40.0  # seconds without a sign of life before a rank counts as dead, 0: never
     collective_timeout_s: float = 600.0  # seconds before a collective gives up
 
+    @property
+    def element_bytes(self) -> int:
+        """Of a weight or an activation."""
+        return _DTYPE_BYTES[self.precision]
+
 
 @dataclass(frozen=True)
 class OptimizerConfig:
@@ -153,6 +159,11 @@ class ParallelConfig:
     overlap_grad_reduce: bool = False  # reduce gradients while backward runs
     grad_bucket_params: int = 0  # parameters in one message of an overlapped reduction, 0: megatron-core's 40M
     overlap_param_gather: bool = False  # gather distributed-optimizer parameters while forward runs
+
+    @property
+    def grad_element_bytes(self) -> int:
+        """Of an element of the gradients, in memory and on the wire."""
+        return _DTYPE_BYTES[self.grad_reduce_dtype]
 
 
 @dataclass(frozen=True)

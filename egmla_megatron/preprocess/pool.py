@@ -94,11 +94,9 @@ class _Crew:
     def run(self) -> None:
         """Until every task is done."""
         for connection in self.workers:
-            self.busy[connection] = self.tasks.popleft()
             # Not an argument of the process: what multiprocessing writes for a child that died while it started, and
             # that is more than a pipe holds, is waited for without end.
-            self._send(connection, self.plan)
-            self._send(connection, self.busy[connection])
+            self._give(connection, self.plan)
         while self.busy:
             sentinels = {self.workers[connection].sentinel: connection for connection in self.busy}
             ready = set(wait([*self.busy, *sentinels]))
@@ -119,16 +117,15 @@ class _Crew:
                 process.kill()
                 process.join()
 
-    def _give(self, connection: Connection) -> None:
-        if self.tasks:
-            self.busy[connection] = self.tasks.popleft()
-            self._send(connection, self.busy[connection])
-        else:
+    def _give(self, connection: Connection, *before: Plan) -> None:
+        """The next task, behind what the worker must know before it."""
+        if not self.tasks:
             self.busy.pop(connection, None)
-
-    def _send(self, connection: Connection, what: Plan | int) -> None:
+            return
+        self.busy[connection] = self.tasks.popleft()
         try:
-            connection.send(what)
+            for what in (*before, self.busy[connection]):
+                connection.send(what)
         except (BrokenPipeError, ConnectionResetError):
             self._bury(connection)
 

@@ -15,7 +15,7 @@ from egmla_megatron.preprocess.plan import Plan
 
 __all__ = ["convert_here"]
 
-_THREADS = 2  # more would wait for each other: what is not Arrow's or the tokenizer's runs one at a time
+_THREADS = 2  # more would wait for each other: what is not Arrow's runs one at a time
 
 
 class _Stopped(Exception):

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from egmla_megatron.config.check import Layout
-from egmla_megatron.config.schema import RunConfig
+from egmla_megatron.config.schema import ModelConfig, RunConfig
 
-__all__ = ["Buffers", "communication_buffers"]
+__all__ = ["Buffers", "communication_buffers", "key_and_value_elements"]
 
 _RING = 4  # keys and values and their gradients, sent and received: Transformer Engine's ring in backward
 
@@ -33,7 +33,7 @@ def communication_buffers(cfg: RunConfig, layout: Layout, stage: int, in_flight:
         te: layers by Transformer Engine, else by torch.
     """
     model, last = cfg.model, stage == layout.pp - 1
-    wide = 2 if cfg.train.precision == "bf16" else 4
+    wide = cfg.train.element_bytes
     tokens = cfg.train.micro_batch_size * cfg.train.seq_length // layout.cp
     sequence = layout.tp > 1 and cfg.parallel.sequence
     kept, in_layer = 0, 0
@@ -44,7 +44,7 @@ def communication_buffers(cfg: RunConfig, layout: Layout, stage: int, in_flight:
         kept += handed_on * in_flight * (layout.vp - last)  # deallocate_pipeline_outputs is off
         kept += 2 * handed_on * (layout.vp > 1)  # received ahead of time, in both directions
     if layout.cp > 1:
-        per_layer = tokens * model.num_attention_heads // layout.tp * _key_and_value(cfg)
+        per_layer = tokens * model.num_attention_heads // layout.tp * key_and_value_elements(cfg.model)
         again = cfg.train.recompute == "full" or (cfg.train.recompute == "selective" and model.attention == "mha")
         if te:
             in_layer += _RING * per_layer
@@ -55,8 +55,7 @@ def communication_buffers(cfg: RunConfig, layout: Layout, stage: int, in_flight:
     return Buffers(wide * kept, wide * in_layer)
 
 
-def _key_and_value(cfg: RunConfig) -> int:
-    """Elements of a token and head."""
-    model = cfg.model
+def key_and_value_elements(model: ModelConfig) -> int:
+    """Of a token and head, as attention takes them."""
     key = model.v_head_dim if model.attention == "mha" else model.qk_nope_head_dim + model.qk_rope_head_dim
     return key + model.v_head_dim

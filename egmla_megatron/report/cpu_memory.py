@@ -50,7 +50,7 @@ def predict_resident_mib(cfg: RunConfig, layout: Layout, process_mib: float) -> 
 def _on_cpu(cfg: RunConfig, layout: Layout, stage: int) -> Memory:
     """As on a GPU by torch's layers, and what a CPU keeps besides: normalised inputs of RMSNorms, and scores."""
     found = memory_per_rank(cfg, layout, stage, te=False, triton=False)
-    model, wide = cfg.model, 2 if cfg.train.precision == "bf16" else 4
+    model, wide = cfg.model, cfg.train.element_bytes
     batch, length = cfg.train.micro_batch_size, cfg.train.seq_length // layout.cp
     kept, now = 0, 0
     if model.attention == "mla":

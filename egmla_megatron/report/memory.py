@@ -70,11 +70,6 @@ def _rows_per_token(cfg: RunConfig, tokens: int) -> float:
     return unique_fraction(tokens) if cfg.parallel.unique_ids else 1.0
 
 
-def _bytes_wide(cfg: RunConfig) -> int:
-    """Of a weight or an activation."""
-    return 2 if cfg.train.precision == "bf16" else 4
-
-
 def worst_stage(cfg: RunConfig, layout: Layout, *, te: bool, triton: bool) -> tuple[int, Memory]:
     """(pipeline stage, its memory) that needs most."""
     stages = [(stage, memory_per_rank(cfg, layout, stage, te=te, triton=triton)) for stage in range(layout.pp)]
@@ -89,8 +84,7 @@ def memory_per_rank(cfg: RunConfig, layout: Layout, stage: int, *, te: bool, tri
         triton: gate and heads by our kernels.
     """
     dense, tables = parameters_of_rank(cfg, layout, stage)
-    wide = _bytes_wide(cfg)
-    gradient = 2 if cfg.parallel.grad_reduce_dtype == "bf16" else 4
+    wide = cfg.train.element_bytes
     layer = _Layer.of(cfg, layout, te=te, triton=triton)
     in_flight = min(layout.pp - stage, layout.num_microbatches) if layout.pp > 1 else 1
     saved = layer.saved * layout.layers_per_stage + layer.stage + (layer.last if stage == layout.pp - 1 else 0)
@@ -106,7 +100,7 @@ def memory_per_rank(cfg: RunConfig, layout: Layout, stage: int, *, te: bool, tri
     return Memory(
         weights=wide * dense,
         gate_tables=wide * tables,
-        gradients=gradient * (dense + tables),
+        gradients=cfg.parallel.grad_element_bytes * (dense + tables),
         optimizer=optimizer_bytes(cfg, layout, stage, sharded=cfg.optimizer.distributed),
         activations=activations,
         logits=logits,
@@ -118,7 +112,7 @@ def memory_per_rank(cfg: RunConfig, layout: Layout, stage: int, *, te: bool, tri
 
 def _first_adam(cfg: RunConfig, layout: Layout, dense: int, tables: int, *, te: bool) -> int:
     """Bytes beside the optimizer's states when it makes them: Transformer Engine's copies a parameter, then in fp32."""
-    if not (te and cfg.optimizer.distributed and cfg.optimizer.fused_master_weights and _bytes_wide(cfg) == 2):
+    if not (te and cfg.optimizer.distributed and cfg.optimizer.fused_master_weights and cfg.train.element_bytes == 2):
         return 0
     embedding = cfg.model.vocab_size * cfg.model.hidden_size // layout.tp
     own_dense = min(embedding, dense // (layout.dp * layout.cp))  # the largest but for the tables, one parameter too
@@ -128,7 +122,7 @@ def _first_adam(cfg: RunConfig, layout: Layout, dense: int, tables: int, *, te: 
 def optimizer_bytes(cfg: RunConfig, layout: Layout, stage: int, *, sharded: bool) -> int:
     """Of the optimizer's states on a rank, with the distributed optimizer or without."""
     dense, tables = parameters_of_rank(cfg, layout, stage)
-    state = 12 if _bytes_wide(cfg) == 2 else 8  # fp32 weights are their own master
+    state = 12 if cfg.train.element_bytes == 2 else 8  # fp32 weights are their own master
     if not sharded:
         return state * (dense + tables)
     return state * dense // (layout.dp * layout.cp) + state * tables // layout.gate_data_parallel
@@ -142,7 +136,7 @@ def layer_activations(cfg: RunConfig, layout: Layout, *, te: bool, triton: bool)
 
 def _head(cfg: RunConfig, layout: Layout, tokens: int, *, te: bool) -> tuple[int, int]:
     """Bytes of (logits and their gradient, the head's weight gradient) when backward begins."""
-    wide = _bytes_wide(cfg)
+    wide = cfg.train.element_bytes
     count = tokens * cfg.model.vocab_size // layout.tp
     weight = wide * cfg.model.vocab_size * cfg.model.hidden_size // layout.tp
     if te and wide == 2:
@@ -179,7 +173,7 @@ class _Layer:
 
     @classmethod
     def of(cls, cfg: RunConfig, layout: Layout, *, te: bool, triton: bool) -> _Layer:
-        model, wide = cfg.model, _bytes_wide(cfg)
+        model, wide = cfg.model, cfg.train.element_bytes
         tokens = cfg.train.micro_batch_size * cfg.train.seq_length // layout.cp
         part = 1 / layout.tp  # of what is split over heads or columns
         along = part if cfg.parallel.sequence else 1.0  # of what is split over the sequence, if at all
@@ -226,7 +220,7 @@ def _attention(
     if model.gated:
         norm = 1.0  # the product that it normalises
         if layout.tp > 1:
-            norm = 12 / _bytes_wide(cfg)  # three times in fp32, by single operations
+            norm = 12 / cfg.train.element_bytes  # three times in fp32, by single operations
         elif triton and cfg.parallel.unique_ids:
             norm = 0.0
         up = tokens * kv * (1 + _rows_per_token(cfg, tokens) + (norm if model.gate_norm else 0.0))

@@ -15,6 +15,7 @@ from egmla_megatron.bench.predict import exchanged_rows, gradient_bytes, weight_
 from egmla_megatron.bench.ring import ring_bytes
 from egmla_megatron.config.check import Layout
 from egmla_megatron.config.schema import RunConfig
+from egmla_megatron.report.buffers import key_and_value_elements
 from egmla_megatron.report.memory import parameters_of_rank, unique_fraction
 
 __all__ = ["Collective", "collectives_of_step", "tensor_parallel_bytes"]
@@ -46,10 +47,6 @@ def collectives_of_step(cfg: RunConfig, layout: Layout, stage: int) -> list[Coll
     return [each for each in found if each.ranks > 1 and each.sent_bytes > 0]
 
 
-def _wide(cfg: RunConfig) -> int:
-    return 2 if cfg.train.precision == "bf16" else 4
-
-
 def _tokens(cfg: RunConfig, layout: Layout) -> int:
     """Of a micro-batch on one rank."""
     return cfg.train.micro_batch_size * cfg.train.seq_length // layout.cp
@@ -68,7 +65,7 @@ def _of_gradients(cfg: RunConfig, layout: Layout, stage: int) -> list[Collective
         found.append(Collective(f"{name} weights", "all_gather", ranks, stride, weight_bytes(elements, ranks, cfg)))
     if layout.pp > 1 and cfg.model.tie_word_embeddings and stage in (0, layout.pp - 1):
         embedding = cfg.model.vocab_size * cfg.model.hidden_size / layout.tp
-        size = embedding * (2 if cfg.parallel.grad_reduce_dtype == "bf16" else 4)
+        size = embedding * cfg.parallel.grad_element_bytes
         stride = layout.world_size // layout.pp * (layout.pp - 1)
         found.append(Collective("tied embedding", "all_reduce", 2, stride, ring_bytes("all_reduce", size, 2)))
     return found
@@ -87,7 +84,7 @@ def _of_gates(cfg: RunConfig, layout: Layout) -> list[Collective]:
     rows = exchanged_rows(cfg, tokens=tokens, own=own, union=union)
     if cfg.parallel.gate_exchange == "all_gather" and not cfg.parallel.unique_ids:
         rows = tokens * readers
-    width = layout.layers_per_stage * cfg.model.kv_emb_dim * _wide(cfg)
+    width = layout.layers_per_stage * cfg.model.kv_emb_dim * cfg.train.element_bytes
     size = layout.num_microbatches * rows * width * (group - 1) / group
     there, back = ("all_to_all",) * 2
     if cfg.parallel.gate_exchange == "all_gather":
@@ -100,7 +97,7 @@ def _of_gates(cfg: RunConfig, layout: Layout) -> list[Collective]:
 
 def tensor_parallel_bytes(cfg: RunConfig, layout: Layout, stage: int) -> dict[str, float]:
     """kind -> bytes that a rank sends for one micro-batch."""
-    tp, model, wide, tokens = layout.tp, cfg.model, _wide(cfg), _tokens(cfg, layout)
+    tp, model, wide, tokens = layout.tp, cfg.model, cfg.train.element_bytes, _tokens(cfg, layout)
     hidden = tokens * model.hidden_size * wide
     again = 1 if cfg.train.recompute == "full" else 0
     layers = layout.layers_per_stage
@@ -161,7 +158,7 @@ def _of_tensor_parallelism(cfg: RunConfig, layout: Layout, stage: int) -> list[C
 def _of_stages(cfg: RunConfig, layout: Layout, stage: int) -> list[Collective]:
     if layout.pp == 1:
         return []
-    hidden = _tokens(cfg, layout) * cfg.model.hidden_size * _wide(cfg)
+    hidden = _tokens(cfg, layout) * cfg.model.hidden_size * cfg.train.element_bytes
     if cfg.parallel.sequence:
         hidden //= layout.tp
     # chunks of this rank that hand on activations, and those that hand back gradients
@@ -180,9 +177,8 @@ def _of_context(cfg: RunConfig, layout: Layout) -> list[Collective]:
     if layout.cp == 1:
         return []
     model = cfg.model
-    mla = model.attention == "mla"
-    key = model.qk_nope_head_dim + model.qk_rope_head_dim if mla else model.v_head_dim
-    size = _tokens(cfg, layout) * model.num_attention_heads / layout.tp * (key + model.v_head_dim) * _wide(cfg)
+    elements = _tokens(cfg, layout) * model.num_attention_heads / layout.tp * key_and_value_elements(model)
+    size = elements * cfg.train.element_bytes
     calls = layout.num_microbatches * layout.layers_per_stage
     again = 2 if cfg.train.recompute == "full" else 1
     gathered, summed = (

@@ -141,3 +141,8 @@ def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     """Events of one kind from a run's metrics.jsonl, in the order in which they were written."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     return [event for event in map(json.loads, lines) if event["kind"] == kind]
+
+
+def trained(run_dir: Path) -> dict[int, tuple[float, float, float]]:
+    """Step -> (loss, gradient norm, lr); of a step that was done twice, the later."""
+    return {event["step"]: (event["loss"], event["grad_norm"], event["lr"]) for event in events(run_dir, "step")}

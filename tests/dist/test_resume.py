@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.dist.harness import Job, events, start_trainer
+from tests.dist.harness import Job, events, start_trainer, trained
 from tests.tiny import tiny_model, write_run
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(500)]
@@ -20,11 +20,6 @@ SECTIONS: dict[str, Any] = {
     "checkpoint": {"interval_steps": SAVED, "keep": 0},
     "parallel": {"implementation": "torch", "gate_group": 2},
 }
-
-
-def trained(run: Path) -> dict[int, tuple[float, float, float]]:
-    """Step -> (loss, gradient norm, lr); of a step that was done twice, the later."""
-    return {event["step"]: (event["loss"], event["grad_norm"], event["lr"]) for event in events(run, "step")}
 
 
 def validated(run: Path) -> dict[int, float]:

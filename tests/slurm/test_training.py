@@ -9,18 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.harness import events
+from tests.dist.harness import events, trained
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import LIMIT_S, SAVED, STEPS, SlurmJob, submit, tiny_settings
 
 pytestmark = [pytest.mark.slurm, pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(900)]
 
 LISTEN = "import socket, time; s = socket.create_server(('', {port})); print('listening', flush=True); time.sleep(600)"
-
-
-def trained(run: Path) -> dict[int, tuple[float, float]]:
-    """Step -> (loss, gradient norm); of a step that was done twice, the later."""
-    return {event["step"]: (event["loss"], event["grad_norm"]) for event in events(run, "step")}
 
 
 def quiet_site(folder: Path) -> str:
@@ -38,7 +33,7 @@ def reference(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Slu
     return submit(cluster, folder, run, arguments, options=options, EGMLA_SITE=quiet_site(folder))
 
 
-def whole(reference: SlurmJob) -> dict[int, tuple[float, float]]:
+def whole(reference: SlurmJob) -> dict[int, tuple[float, float, float]]:
     """Its curve."""
     assert reference.wait_for_end() == "COMPLETED", reference.output
     assert sorted(trained(reference.run)) == list(range(1, STEPS + 1))

@@ -17,7 +17,7 @@ from egmla_megatron.errors import UserError
 from egmla_megatron.train import machine
 from egmla_megatron.train.main import main
 from egmla_megatron.train.run_dir import write_config
-from tests.tiny import write_run
+from tests.tiny import write_run, write_tokenizer
 
 CHECKED = 4  # steps of the checkpoint
 
@@ -81,23 +81,6 @@ def replace_by_other_files(trial: Trial) -> None:
 def break_tokenizer(trial: Trial) -> None:
     for name in ("tokenizer_config.json", "tokenizer.json"):
         trial.data.with_name(name).write_text("{]")
-
-
-def write_tokenizer(path: Path, eos_id: int) -> None:
-    """A sentencepiece model of 300 pieces."""
-    import io
-
-    import sentencepiece
-
-    text = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(Path(json.__file__).read_text().splitlines()),
-        model_writer=text,
-        vocab_size=300,
-        eos_id=eos_id,
-        minloglevel=2,
-    )
-    path.write_bytes(text.getvalue())
 
 
 # name -> (overrides, damage done before, what the line must say)

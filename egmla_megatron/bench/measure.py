@@ -7,6 +7,7 @@ import gc
 import itertools
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +27,7 @@ from egmla_megatron.parallel.world import World, seed_everything
 from egmla_megatron.train.optimizer import build_optimizer, build_schedule, wrap_ddp
 from egmla_megatron.train.reporter import StepReporter
 from egmla_megatron.train.sinks import Sinks
-from egmla_megatron.train.step import StepResult, graphed_passes, train_step
+from egmla_megatron.train.step import StepInFlight, graphed_passes, launch_step, train_step
 
 __all__ = ["Measurement", "measure"]
 
@@ -49,11 +50,19 @@ class Measurement:
 
 
 @dataclass(frozen=True)
-class _Steps:
-    """Functions that train one step of a run and return its loss."""
+class _Flight:
+    """A launched step."""
 
-    step: Callable[[], float]  # as the run would do it
-    eager: Callable[[], float]  # never as a CUDA graph, inside which nothing can be counted
+    settle: Callable[[], float]  # waits for its end and gives the loss
+    finished: bool  # it has ended
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """Functions that train one step of a run."""
+
+    launch: Callable[[], _Flight]  # as the run would do it
+    eager: Callable[[], float]  # never as a CUDA graph, inside which nothing can be counted; the loss
     bytes_before: int  # that torch had allocated before the run was built
 
 
@@ -72,25 +81,35 @@ def _steps(cfg: RunConfig, world: World, dataset: Any, sinks: Sinks | None) -> _
     if reporter is not None:
         batches, times, meanwhile = reporter.watch(batches), reporter.times, reporter.meanwhile
 
-    def step() -> StepResult:
-        return train_step(cfg, world, model, optimizer, batches, graph, times, meanwhile)
+    def launch() -> StepInFlight:
+        return launch_step(cfg, world, model, optimizer, batches, graph, times, meanwhile)
+
+    def plain() -> _Flight:
+        flight = launch()
+        return _Flight(lambda: flight.result().loss, flight.finished)
 
     return _Steps(
-        step=(lambda: step().loss) if reporter is None else _reported(reporter, step, cfg.optimizer.lr),
+        launch=plain if reporter is None else _reported(reporter, launch, cfg.optimizer.lr),
         eager=lambda: train_step(cfg, world, model, optimizer, batches).loss,
         bytes_before=before,
     )
 
 
-def _reported(reporter: StepReporter, step: Callable[[], StepResult], lr: float) -> Callable[[], float]:
+def _reported(reporter: StepReporter, launch: Callable[[], StepInFlight], lr: float) -> Callable[[], _Flight]:
     """A step with what the trainer does around it."""
     numbers = itertools.count(1)
 
-    def one_step() -> float:
+    def one_step() -> _Flight:
         reporter.begin()
-        result = step()
-        reporter.end(next(numbers), result, lr)
-        return result.loss
+        flight = launch()
+        launched = reporter.launched()
+
+        def settle() -> float:
+            result = flight.result()
+            reporter.end(next(numbers), launched, result, lr)
+            return result.loss
+
+        return _Flight(settle, flight.finished)
 
     return one_step
 
@@ -110,14 +129,24 @@ def _peak_rss_mib() -> float | None:
     return None
 
 
-def _timed(step: Callable[[], float], world: World, steps: int) -> Iterator[tuple[float, float]]:
-    """(ms, loss) of every step, from one finished device to the next."""
-    for _ in range(steps):
-        synchronize(world.device)
-        started = time.perf_counter()
-        loss = step()
-        synchronize(world.device)
-        yield (time.perf_counter() - started) * 1e3, loss
+def _timed(launch: Callable[[], _Flight], world: World, steps: int) -> Iterator[tuple[float, float]]:
+    """(ms, loss) of every step, from the end of the one before it to its own; as in the trainer, a step is launched
+    before the one before it has ended, where it can be."""
+    synchronize(world.device)
+    before = time.perf_counter()
+    flights: deque[_Flight] = deque()
+    launched = 0
+    while launched < steps or flights:
+        if launched < steps:
+            flights.append(launch())
+            launched += 1
+        ahead = 1 if launched < steps and not flights[-1].finished else 0
+        while len(flights) > ahead:
+            loss = flights.popleft().settle()
+            now = time.perf_counter()
+            yield (now - before) * 1e3, loss
+            before = now
+    synchronize(world.device)
 
 
 def measure(cfg: RunConfig, world: World, dataset: Any, schedule: Schedule, sinks: Sinks | None = None) -> Measurement:
@@ -137,11 +166,11 @@ def measure(cfg: RunConfig, world: World, dataset: Any, schedule: Schedule, sink
 def _measure(cfg: RunConfig, world: World, steps: _Steps, schedule: Schedule) -> Measurement:
     cuda = world.device.type == "cuda"
     _reset_peaks(world.device)  # before the warm-up: a CUDA graph takes its memory there, when it is captured
-    losses = [steps.step() for _ in range(schedule.warmup)]
+    losses = [steps.launch().settle() for _ in range(schedule.warmup)]
     interface = interface_in_use(dist.get_backend())
     dist.barrier(group=world.control)
     before = sent_by_interface(interface)
-    timed = list(_timed(steps.step, world, schedule.timed))
+    timed = list(_timed(steps.launch, world, schedule.timed))
     dist.barrier(group=world.control)  # the last step's bytes of this machine's other ranks are out, too
     after = sent_by_interface(interface)
     peak = (torch.cuda.max_memory_allocated(world.device) - steps.bytes_before) / _MIB if cuda else None

@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from egmla_megatron.config.schema import ParallelConfig, RunConfig
 
-__all__ = ["EGMLATransformerConfig", "ddp_config", "optimizer_config", "transformer_config"]
+__all__ = ["EGMLATransformerConfig", "ddp_config", "fused_master_weights", "optimizer_config", "transformer_config"]
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -187,12 +187,12 @@ def optimizer_config(cfg: RunConfig) -> OptimizerConfig:
         params_dtype=DTYPES[cfg.train.precision],
         use_distributed_optimizer=opt.distributed,
         overlap_param_gather=cfg.parallel.overlap_param_gather,
-        use_precision_aware_optimizer=_fused_master_weights(cfg),
+        use_precision_aware_optimizer=fused_master_weights(cfg),
         store_param_remainders=False,  # 16 bits of every master weight: no other optimizer could read the checkpoint
     )
 
 
-def _fused_master_weights(cfg: RunConfig) -> bool:
+def fused_master_weights(cfg: RunConfig) -> bool:
     """Whether the settings ask for it and Transformer Engine, whose optimizer megatron-core then takes, is there."""
     wanted = cfg.optimizer.fused_master_weights and cfg.optimizer.distributed and cfg.train.precision == "bf16"
     return wanted and torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None

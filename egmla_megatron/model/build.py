@@ -75,6 +75,20 @@ class EGMLAModel(GPTModel):
             kwargs["extra_block_kwargs"] = context
         return super().forward(input_ids, position_ids, attention_mask, **kwargs)
 
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """labels [B,S], logits [S,B,vocab/TP] -> loss per token [B,S].
+
+        As megatron-core's, but Transformer Engine's cross-entropy puts the gradient where the logits were, which nobody
+        reads afterwards: megatron-core lets it copy them first.
+        """
+        if not (self.config.cross_entropy_loss_fusion and self.config.cross_entropy_fusion_impl == "te"):
+            return super().compute_language_model_loss(labels, logits)
+        from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
+
+        labels_SB, tp = labels.transpose(0, 1).contiguous(), self.pg_collection.tp
+        loss_SB = parallel_cross_entropy(logits.contiguous(), labels_SB, dist_process_group=tp, overwrite_input=True)
+        return loss_SB.transpose(0, 1).contiguous()
+
 
 @dataclass(frozen=True)
 class BuiltModel:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,24 @@ from egmla_megatron.report.cpu_memory import predict_resident_mib
 from egmla_megatron.report.memory import worst_stage
 from egmla_megatron.train.metrics import Phases, memory_of
 from egmla_megatron.train.profiler import StepProfiler
-from egmla_megatron.train.reporter import StepReporter
+from egmla_megatron.train.reporter import Launched, StepReporter
 from egmla_megatron.train.setup import Prepared, device_name, training_batches, validation_batches
 from egmla_megatron.train.signals import StopRequest
 from egmla_megatron.train.sinks import Sinks
-from egmla_megatron.train.step import StepResult, evaluate, graphed_passes, train_step
+from egmla_megatron.train.step import StepInFlight, StepResult, evaluate, graphed_passes, launch_step
 
 __all__ = ["Trainer"]
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A launched step that was not looked at yet."""
+
+    step: int  # its number, from 1
+    work: StepInFlight
+    launched: Launched
+    lr: float  # that it uses
+    profiled: bool
 
 
 class Trainer:
@@ -44,6 +56,7 @@ class Trainer:
         self.run_, self.cfg, self.world = run, run.cfg, run.world
         self.sinks, self.stop, self.watch = sinks, stop, watch
         self.step = run.start_step  # optimizer steps done
+        self.flights: deque[_Flight] = deque()  # launched since
         self.bad_steps = 0  # steps without an update in a row
         self.skipped_total = 0
         self.has_states = run.optimizer_has_states
@@ -65,13 +78,17 @@ class Trainer:
         if self.cfg.train.exit_after_steps:
             last = min(last, self.step + self.cfg.train.exit_after_steps)
         signal = 0
-        while self.step < last:
-            signal, save_now = self._one_step(batches)
+        while self.step + len(self.flights) < last:
+            self._launch(batches)
+            signal, save_now = self._settle(self._may_stay_in_flight(last))
+            if signal or save_now:
+                signal = max(signal, self._settle(0)[0])
             if signal:
                 break
-            if save_now or self._interval(self.cfg.checkpoint.interval_steps):
-                self._save()
-            self._evaluate_if_due()  # after the save: an evaluation can take longer than a preempted job is given
+            if not self.flights:  # the weights are those of `step`
+                if save_now or self._interval(self.cfg.checkpoint.interval_steps):
+                    self._save()
+                self._evaluate_if_due()  # after the save: an evaluation can take longer than a preempted job is given
             with self.phases.of("checkpoint"):
                 self.saver.poll()
         code = self._finish(signal)
@@ -87,15 +104,14 @@ class Trainer:
             self.watch.doing = COMPUTING
             yield batch
 
-    def _one_step(self, batches: Iterator[Batch]) -> tuple[int, bool]:
-        """Returns (stop signal, save now), agreed by all ranks."""
-        step, run = self.step + 1, self.run_
+    def _launch(self, batches: Iterator[Batch]) -> None:
+        """Launch the next step; where the device decides it, others may still be in flight."""
+        step, run = self.step + len(self.flights) + 1, self.run_
         self.stop.catch()
-        profiled = self.profiler.covers(step)
         with self.phases.of("profile"):
             self.profiler.begin(step)
         self.reporter.begin()
-        result = train_step(
+        work = launch_step(
             self.cfg,
             self.world,
             run.model,
@@ -105,15 +121,32 @@ class Trainer:
             self.reporter.times,
             lambda: self.reporter.meanwhile(signal=self.stop.received, save_now=self._minutes_are_up()),
         )
-        lr = self._learning_rate()
+        flight = _Flight(step, work, self.reporter.launched(), self._learning_rate(), self.profiler.covers(step))
+        self.flights.append(flight)
         run.schedule.step(1)
-        self.watch.step = self.step = step
-        agreed = self.reporter.end(step, result, lr, profiled=profiled)
-        self._count_time(profiled)
-        with self.phases.of("profile"):
-            self.profiler.end(step)
-        self._count_bad_steps(result)
-        return agreed.signal, agreed.save_now
+
+    def _may_stay_in_flight(self, last: int) -> int:
+        """Steps that need not be done before the next is launched: one, unless something happens between them."""
+        flight = self.flights[-1]
+        step = flight.step
+        intervals = (self.cfg.checkpoint.interval_steps, self.cfg.train.eval_interval)
+        due = step == last or any(interval > 0 and step % interval == 0 for interval in intervals)
+        return 0 if flight.work.finished or due or self.profiler.covers(step) or self.profiler.covers(step + 1) else 1
+
+    def _settle(self, leave: int) -> tuple[int, bool]:
+        """Wait for all launched steps but the last `leave`. Returns (stop signal, save now), agreed by all ranks."""
+        signal, save_now = 0, False
+        while len(self.flights) > leave:
+            flight = self.flights.popleft()
+            result = flight.work.result()
+            self.watch.step = self.step = flight.step
+            agreed = self.reporter.end(flight.step, flight.launched, result, flight.lr, profiled=flight.profiled)
+            self._count_time(flight.profiled)
+            with self.phases.of("profile"):
+                self.profiler.end(flight.step)
+            self._count_bad_steps(result)
+            signal, save_now = max(signal, agreed.signal), save_now or agreed.save_now
+        return signal, save_now
 
     def _count_time(self, profiled: bool) -> None:
         throughput = self.reporter.throughput

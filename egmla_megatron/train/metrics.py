@@ -82,11 +82,11 @@ class SeenIds:
                 self.tokens += batch.tokens_BS.numel()
             yield batch
 
-    def take_fraction(self) -> float | None:
-        """Distinct ids per token since the last call, mean over micro-batches; None where nothing was counted."""
-        fraction = self.distinct / self.tokens if self.tokens else None
+    def take(self) -> tuple[int, int]:
+        """(distinct ids, tokens) of the micro-batches since the last call; none where nothing was counted."""
+        found = self.distinct, self.tokens
         self.distinct = self.tokens = 0
-        return fraction
+        return found
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from egmla_megatron.config.schema import RunConfig
@@ -13,14 +14,24 @@ from egmla_megatron.train.metrics import SeenIds, Throughput, memory_of
 from egmla_megatron.train.sinks import Sinks
 from egmla_megatron.train.step import StepResult
 from egmla_megatron.train.step_agreement import Agreed, Mean, StepAgreement, node_names
-from egmla_megatron.train.step_times import Split, step_times
+from egmla_megatron.train.step_times import Measured, Split, step_times
 
-__all__ = ["StepReporter"]
+__all__ = ["Launched", "StepReporter"]
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What there is to know of a step when the host has launched it."""
+
+    started: float  # seconds of the host's clock
+    agreement: StepAgreement
+    measured: Measured | None
+    ids: tuple[int, int]  # distinct ids of this rank's micro-batches, tokens in them
 
 
 class StepReporter:
-    """Around every step: `begin`, the step with `times` and `meanwhile` in it, `end`. Called by every rank; rank 0 has
-    sinks.
+    """Around every step: `begin`, the launch with `times` and `meanwhile` in it, `launched`; and when the step is done
+    `end`, before which the next one may have been launched. Called by every rank; rank 0 has sinks.
 
     Args:
         model: the DDP-wrapped chunks.
@@ -34,8 +45,9 @@ class StepReporter:
         self.step_s = 0.0  # of the last step
         self._seen = SeenIds()
         self._busy = Mean()  # since the last line, for the slowest rank
-        self._started = 0.0
+        self._started = self._ended = 0.0
         self._agreement: StepAgreement | None = None
+        self._ids = (0, 0)  # as Launched.ids, since the last line
 
     def watch(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The same micro-batches, timed and counted."""
@@ -59,21 +71,31 @@ class StepReporter:
         )
         self.sinks.flush()
 
-    def end(self, step: int, result: StepResult, lr: float, *, profiled: bool = False) -> Agreed:
-        """After step number `step` (from 1); waits for the agreement, writes the step where it is due.
+    def launched(self) -> Launched:
+        """After the launch: what `end` wants to have."""
+        assert self._agreement is not None
+        measured = self.times.measured if self.times is not None else None
+        return Launched(self._started, self._agreement, measured, self._seen.take())
+
+    def end(self, step: int, launched: Launched, result: StepResult, lr: float, *, profiled: bool = False) -> Agreed:
+        """When step number `step` (from 1) is done; waits for the agreement, writes the step where it is due.
+
+        Its time runs from its launch, or from the end of the step before where that was later.
 
         Args:
             lr: that the step used.
             profiled: the step does not count in the throughput.
         """
-        assert self._agreement is not None
-        agreed = self._agreement.result()
-        self.step_s = time.perf_counter() - self._started
-        split = self.times.split() if self.times is not None else None
+        agreed = launched.agreement.result()
+        now = time.perf_counter()
+        self.step_s, self._ended = now - max(launched.started, self._ended), now
+        split = launched.measured.split() if launched.measured is not None else None
+        self._ids = (self._ids[0] + launched.ids[0], self._ids[1] + launched.ids[1])
         rates = self.throughput.add(self.step_s, profiled=profiled)
         if step % self.cfg.logging.interval_steps == 0 or not result.applied:
             self.sinks.write("step", self._event(step, result, lr, agreed, split) | rates)
             self._busy.clear()
+            self._ids = (0, 0)
         if split is not None:
             self._busy.add(split.busy)
         return agreed
@@ -101,6 +123,6 @@ class StepReporter:
             "slowest_node": None if slowest is None else self.nodes[slowest],
             "slowest_rank_busy_s": agreed.slowest_rank_busy_s,
             "fastest_rank_busy_s": agreed.fastest_rank_busy_s,
-            "unique_id_fraction": self._seen.take_fraction(),
+            "unique_id_fraction": self._ids[0] / self._ids[1] if self._ids[1] else None,
             "eta_s": (self.cfg.total_steps - step) * self.throughput.mean_step_s(),
         }

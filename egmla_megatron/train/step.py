@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -11,17 +10,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.data.batch import Batch
 from egmla_megatron.parallel.world import World
+from egmla_megatron.train.device_adam import single_optimizers
 from egmla_megatron.train.graph import GraphedPasses
 from egmla_megatron.train.step_times import StepTimes
+from egmla_megatron.train.update import Update, update_weights
 
-__all__ = ["StepResult", "evaluate", "graphed_passes", "train_step"]
+__all__ = ["StepInFlight", "StepResult", "evaluate", "graphed_passes", "launch_step", "train_step"]
 
 
 @dataclass(frozen=True)
@@ -103,23 +103,42 @@ def _mean_loss(outputs: list[dict[str, Tensor]], world: World) -> Tensor:
     return loss
 
 
-def _apply(optimizer: Any, clip: float) -> tuple[float, bool]:
-    """Clip and step; returns (gradient norm, applied). A norm that is not finite leaves the weights alone.
+class StepInFlight:
+    """A step that the host has launched; the device may still work on it.
 
-    The norm is the same number on all ranks, so all of them skip or none does.
+    Args:
+        loss: mean over the global batch, on the device.
+        optimizer: whose step it is.
     """
-    found_inf = optimizer.prepare_grads()
-    norm = float(optimizer.get_grad_norm())
-    if found_inf or not math.isfinite(norm):
-        return norm, False
-    if clip > 0:
-        for each in getattr(optimizer, "chained_optimizers", [optimizer]):
-            parameters = [] if getattr(each, "is_stub_optimizer", False) else each.get_parameters()
-            if parameters:
-                # where Adam keeps the master weights, gradients of another type than the weights stand beside `grad`
-                decoupled = each.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-                clip_grad_by_total_norm_fp32(parameters, clip, norm, use_decoupled_grad=decoupled)
-    return norm, bool(optimizer.step_with_ready_grads())
+
+    def __init__(self, loss: Tensor, update: Update, optimizer: Any) -> None:
+        self._optimizer, self._found, self._done = optimizer, None, None
+        if isinstance(update.norm, Tensor) and isinstance(update.applied, Tensor):
+            numbers = torch.cat([loss.float().reshape(1), update.norm, update.applied])
+            self._numbers = torch.empty(3, pin_memory=loss.is_cuda)
+            self._numbers.copy_(numbers, non_blocking=True)
+            if loss.is_cuda:
+                self._done = torch.cuda.Event()
+                self._done.record()
+        else:
+            self._found = StepResult(float(loss), float(update.norm), bool(update.applied))
+
+    @property
+    def finished(self) -> bool:
+        """Whether the launch itself waited for its end: nothing is won by launching another first."""
+        return self._done is None
+
+    def result(self) -> StepResult:
+        """What the step gave; waits for the device until it is done, and leaves later work alone."""
+        if self._found is None:
+            if self._done is not None:
+                self._done.synchronize()
+            loss, norm, applied = self._numbers.tolist()
+            self._found = StepResult(loss, norm, bool(applied))
+            if not applied:
+                for each in single_optimizers(self._optimizer):
+                    each.optimizer.take_back()
+        return self._found
 
 
 def graphed_passes(cfg: RunConfig, world: World, model: list[Any]) -> GraphedPasses | None:
@@ -130,7 +149,7 @@ def graphed_passes(cfg: RunConfig, world: World, model: list[Any]) -> GraphedPas
     return GraphedPasses(lambda batches: _run_schedule(cfg, world, model, batches, count, forward_only=False), count)
 
 
-def train_step(
+def launch_step(
     cfg: RunConfig,
     world: World,
     model: list[Any],
@@ -139,15 +158,16 @@ def train_step(
     graph: GraphedPasses | None = None,
     times: StepTimes | None = None,
     meanwhile: Callable[[], None] | None = None,
-) -> StepResult:
-    """Forward and backward over the global batch, then the optimizer. The host waits for the device only at the end,
-    for the norm and the loss.
+) -> StepInFlight:
+    """Forward and backward over the global batch, then the optimizer. With an optimizer that the device decides
+    (`device_adam`) the host waits for nothing: the next step may be launched before this one is done. Else it waits for
+    the device at the end, for the norm.
 
     Args:
         model: the DDP-wrapped chunks of this rank.
         batches: this rank's micro-batches.
         graph: of this run (`graphed_passes`); None: every operation is launched by the host.
-        times: of this run; measures the step and can be read when it has returned.
+        times: of this run; measures the step.
         meanwhile: called once all passes are launched, when the host would only wait for the device.
     """
     with times.step() if times is not None else nullcontext():
@@ -163,8 +183,13 @@ def train_step(
         loss = _mean_loss(outputs, world)
         if meanwhile is not None:
             meanwhile()
-        norm, applied = _apply(optimizer, cfg.optimizer.clip_grad)
-    return StepResult(float(loss), norm, applied)
+        update = update_weights(optimizer, cfg.optimizer.clip_grad)
+    return StepInFlight(loss, update, optimizer)
+
+
+def train_step(*args: Any, **kwargs: Any) -> StepResult:
+    """As `launch_step`, and waits for the step's end."""
+    return launch_step(*args, **kwargs).result()
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.data.batch import Batch
 from egmla_megatron.parallel.world import World
 
-__all__ = ["Split", "StepTimes", "step_times"]
+__all__ = ["Measured", "Split", "StepTimes", "step_times"]
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,44 @@ class _Timer:
         self.end()
 
 
+class Measured:
+    """One step's marks on the device's or the host's time line.
+
+    Args:
+        cuda: events of the device, else the host's clock.
+        captured: forward and backward are one CUDA graph.
+        exchanges: the gating tables are sharded.
+    """
+
+    def __init__(self, *, cuda: bool, captured: bool, exchanges: bool) -> None:
+        self.captured, self.exchanges = captured, exchanges
+        self.data: list[Span] = []
+        self.computing: list[Span] = []
+        self.syncing: list[Span] = []
+        self.passes = self.optimizer = Span(cuda)
+        self.probe: ExchangeProbe | None = None
+
+    def split(self) -> Split:
+        """Once the device has finished the step."""
+        data, computing = _seconds(self.data), _seconds(self.computing)
+        sync = None if self.captured else _seconds(self.syncing)
+        exchange: float | None = 0.0
+        if self.exchanges:
+            exchange = sum(self.probe.waited_ms()) / 1e3 if self.probe is not None else None
+        apart = data + (exchange or 0.0) + (sync or 0.0)
+        return Split(
+            data=data,
+            forward_backward=max(0.0, _seconds([self.passes]) - apart),
+            exchange=exchange,
+            gradient_sync=sync,
+            optimizer=_seconds([self.optimizer]),
+            # the schedule asks for data inside its forward passes
+            busy=data if self.captured else max(0.0, computing - (exchange or 0.0)),
+        )
+
+
 class StepTimes:
-    """Measures the steps that run inside `step`.
+    """Measures the steps that run inside `step`; `measured` is the last one's.
 
     Args:
         cuda: events of the device, else the host's clock.
@@ -69,12 +105,8 @@ class StepTimes:
     def __init__(self, *, cuda: bool, captured: bool, exchanges: bool) -> None:
         self.cuda, self.captured, self.exchanges = cuda, captured, exchanges
         self._measuring = False
-        self._data: list[Span] = []
-        self._computing: list[Span] = []
-        self._syncing: list[Span] = []
-        self._passes = self._optimizer = Span(cuda)
-        self._probe: ExchangeProbe | None = None
-        compute = _Timer(lambda: self._begin(self._computing), lambda: self._end(self._computing))
+        self.measured = self._new()
+        compute = _Timer(lambda: self._begin(self.measured.computing), lambda: self._end(self.measured.computing))
         self._timers = {"forward-compute": compute, "backward-compute": compute}
         self._ignored = _Timer(lambda: None, lambda: None)
 
@@ -87,57 +119,39 @@ class StepTimes:
         finalize = config.finalize_model_grads_func
 
         def finalize_and_time(*args: Any, **kwargs: Any) -> None:
-            self._begin(self._syncing)
+            self._begin(self.measured.syncing)
             finalize(*args, **kwargs)
-            self._end(self._syncing)
+            self._end(self.measured.syncing)
 
         config.finalize_model_grads_func = finalize_and_time
 
     def watch(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The same micro-batches."""
         while True:
-            self._begin(self._data)
+            self._begin(self.measured.data)
             batch = next(batches)
-            self._end(self._data)
+            self._end(self.measured.data)
             yield batch
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Around one step; `passes_done` must be called in it."""
-        self._data.clear()
-        self._computing.clear()
-        self._syncing.clear()
+        self.measured = self._new()
         self._measuring = True
         try:
-            with watch_exchange() if self.exchanges and not self.captured else nullcontext() as self._probe:
-                self._passes = Span(self.cuda)
+            with watch_exchange() if self.exchanges and not self.captured else nullcontext() as self.measured.probe:
                 yield
-                self._optimizer.stop()
+                self.measured.optimizer.stop()
         finally:
             self._measuring = False
 
     def passes_done(self) -> None:
         """All forward and backward passes are launched; what follows is the optimizer's."""
-        self._passes.stop()
-        self._optimizer = Span(self.cuda)
+        self.measured.passes.stop()
+        self.measured.optimizer = Span(self.cuda)
 
-    def split(self) -> Split:
-        """Of the last step, once the device has finished it."""
-        data, computing = _seconds(self._data), _seconds(self._computing)
-        sync = None if self.captured else _seconds(self._syncing)
-        exchange: float | None = 0.0
-        if self.exchanges:
-            exchange = sum(self._probe.waited_ms()) / 1e3 if self._probe is not None else None
-        apart = data + (exchange or 0.0) + (sync or 0.0)
-        return Split(
-            data=data,
-            forward_backward=max(0.0, _seconds([self._passes]) - apart),
-            exchange=exchange,
-            gradient_sync=sync,
-            optimizer=_seconds([self._optimizer]),
-            # the schedule asks for data inside its forward passes
-            busy=data if self.captured else max(0.0, computing - (exchange or 0.0)),
-        )
+    def _new(self) -> Measured:
+        return Measured(cuda=self.cuda, captured=self.captured, exchanges=self.exchanges)
 
     def _begin(self, spans: list[Span]) -> None:
         if self._measuring:

@@ -161,13 +161,13 @@ def test_measured_steps_are_the_same_steps(world: Any, distributed: bool) -> Non
         )
         whole = time.perf_counter() - started
         assert result == twin.step(plain)
-        split = times.split()
+        split = times.measured.split()
         assert split.exchange == 0.0 and split.gradient_sync is not None
         parts = [split.data, split.forward_backward, split.gradient_sync, split.optimizer]
         assert min(parts) > 0 and sum(parts) < whole
         assert split.data < split.busy <= split.data + split.forward_backward
         evaluate(run.cfg, run.world, run.model, random_batches(run.cfg), 1)
-        assert times.split() == split
+        assert times.measured.split() == split
     assert calls == ["meanwhile"] * 2
 
 
@@ -177,6 +177,6 @@ def test_inside_a_graph_nothing_is_measured(world: Any) -> None:
     times.attach(run.model)
     stream = times.watch(random_batches(run.cfg))
     train_step(run.cfg, run.world, run.model, run.optimizer, stream, None, times)
-    split = times.split()
+    split = times.measured.split()
     assert split.exchange is None and split.gradient_sync is None
     assert min(split.data, split.forward_backward, split.optimizer) > 0 and split.busy == split.data

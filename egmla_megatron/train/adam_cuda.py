@@ -1,0 +1,172 @@
+"""AdamW on tensors of any number in one Triton kernel; imported where there is a GPU only.
+
+Whether to update at all, the clipping factor and the bias corrections are read from the device: the host, which knows
+the gradient's norm only when the device is done, need not wait for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = ["AdamTable", "AdamTensors", "adam_table", "adamw", "decide"]
+
+# C pieces of at most PIECE elements
+
+PIECE = 65536  # elements that one row of the table stands for
+BLOCK = 2048  # elements of one program
+PLAN = 4  # numbers of a plan: factor on gradients, 1 - beta1^t, 1 - beta2^t, 1 or 0: update or leave alone
+_ALIGNMENT = 16  # bytes that a thread reads at once
+
+
+@triton.jit
+def _decide(norm_ptr, beta_ptr, count_ptr, plan_ptr, clip):
+    norm = tl.load(norm_ptr)
+    finite = norm < float("inf")  # false for NaN, too
+    count = tl.load(count_ptr) + finite.to(tl.int64)
+    factor = tl.where(clip > 0.0, tl.minimum(clip / (norm + 1e-6), 1.0), 1.0)
+    first, second = tl.load(beta_ptr), tl.load(beta_ptr + 1)
+    steps = count.to(tl.float64)
+    tl.store(count_ptr, count)
+    tl.store(plan_ptr, factor)
+    tl.store(plan_ptr + 1, (1.0 - tl.exp(steps * tl.log(first))).to(tl.float32))
+    tl.store(plan_ptr + 2, (1.0 - tl.exp(steps * tl.log(second))).to(tl.float32))
+    tl.store(plan_ptr + 3, finite.to(tl.float32))
+
+
+@triton.jit
+def _at(table_ptr, index: tl.constexpr, KIND: tl.constexpr):
+    return tl.load(table_ptr + index).to(tl.pointer_type(KIND))
+
+
+@triton.jit
+def _read(at, mask, MASKED: tl.constexpr):
+    if MASKED:
+        return tl.load(at, mask=mask, other=0.0)
+    else:
+        return tl.load(at)
+
+
+@triton.jit
+def _write(at, value, mask, MASKED: tl.constexpr):
+    if MASKED:
+        tl.store(at, value, mask=mask)
+    else:
+        tl.store(at, value)
+
+
+@triton.jit
+def _update(
+    table_ptr, plan_ptr, place, size, lr, beta1, beta2, eps, decay,
+    GRAD: tl.constexpr, WEIGHT: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    mask = place < size
+    grad_at, weight_at = _at(table_ptr, 0, GRAD) + place, _at(table_ptr, 1, WEIGHT) + place
+    mean_at, square_at = _at(table_ptr, 2, tl.float32) + place, _at(table_ptr, 3, tl.float32) + place
+    master_at = _at(table_ptr, 4, tl.float32) + place
+    if ALIGNED:  # the compiler, which cannot know, then reads 16 bytes a thread at once
+        grad_at, weight_at = tl.multiple_of(grad_at, 16), tl.multiple_of(weight_at, 16)
+        mean_at, square_at = tl.multiple_of(mean_at, 16), tl.multiple_of(square_at, 16)
+        master_at = tl.multiple_of(master_at, 16)
+    factor, correction1, correction2 = tl.load(plan_ptr), tl.load(plan_ptr + 1), tl.load(plan_ptr + 2)
+    grad = _read(grad_at, mask, MASKED).to(tl.float32) * factor
+    mean = beta1 * _read(mean_at, mask, MASKED) + (1.0 - beta1) * grad
+    square = beta2 * _read(square_at, mask, MASKED) + (1.0 - beta2) * grad * grad
+    master = _read(master_at, mask, MASKED)
+    step = (mean / correction1) / (tl.sqrt(square / correction2) + eps) + decay * master
+    master -= lr * step
+    _write(mean_at, mean, mask, MASKED)
+    _write(square_at, square, mask, MASKED)
+    _write(master_at, master, mask, MASKED)
+    _write(weight_at, master.to(WEIGHT), mask, MASKED)
+
+
+@triton.jit
+def _adamw(
+    table_ptr, plan_ptr, lr, beta1, beta2, eps, decay,
+    GRAD: tl.constexpr, WEIGHT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    table_ptr += tl.program_id(0) * 6
+    first = tl.program_id(1) * BLOCK
+    place = first + tl.arange(0, BLOCK)
+    size = tl.load(table_ptr + 5)
+    if tl.load(plan_ptr + 3) > 0.0:
+        if first + BLOCK <= size:
+            _update(
+                table_ptr, plan_ptr, place, size, lr, beta1, beta2, eps, decay,
+                GRAD=GRAD, WEIGHT=WEIGHT, ALIGNED=ALIGNED, MASKED=False,
+            )  # fmt: skip
+        elif first < size:
+            _update(
+                table_ptr, plan_ptr, place, size, lr, beta1, beta2, eps, decay,
+                GRAD=GRAD, WEIGHT=WEIGHT, ALIGNED=ALIGNED, MASKED=True,
+            )  # fmt: skip
+
+
+AdamTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # gradient, weight, both moments, master weight
+
+
+@dataclass(frozen=True)
+class AdamTable:
+    """Where the tensors of one parameter group lie; as long as they do."""
+
+    rows_C6: Tensor  # on the device: addresses of gradient, weight, moments and master weight, elements
+    grad: torch.dtype
+    weight: torch.dtype
+    aligned: bool
+
+
+def adam_table(tensors: Sequence[AdamTensors]) -> AdamTable:
+    """For the tensors of parameters, five of equal size each, all contiguous.
+
+    Moments and master weights are fp32; gradients are of one type, weights of another or the same.
+
+    Raises:
+        ValueError: types or sizes that do not fit together.
+    """
+    rows = []
+    grad, weight = tensors[0][0].dtype, tensors[0][1].dtype
+    wanted = (grad, weight, torch.float32, torch.float32, torch.float32)
+    for group in tensors:
+        if tuple(each.dtype for each in group) != wanted or len({each.numel() for each in group}) != 1:
+            got = [(each.dtype, each.numel()) for each in group]
+            raise ValueError(
+                f"AdamW: got tensors of {got}, allowed {wanted} of one size; fp32 moments and master weights"
+            )
+        if not all(each.is_contiguous() for each in group):
+            raise ValueError("AdamW: got a tensor with gaps, allowed contiguous ones")
+        for start in range(0, group[0].numel(), PIECE):
+            addresses = [each.data_ptr() + start * each.element_size() for each in group]
+            rows.append([*addresses, min(PIECE, group[0].numel() - start)])
+    table = torch.tensor(rows, dtype=torch.int64)
+    aligned = bool((table[:, :5] % _ALIGNMENT == 0).all())
+    return AdamTable(table.to(tensors[0][1].device), grad, weight, aligned)
+
+
+_KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
+
+
+def decide(norm_1: Tensor, betas_2: Tensor, count_1: Tensor, plan_4: Tensor, clip: float) -> None:
+    """Fill a plan on the device, and count the update in where the norm is finite.
+
+    Args:
+        norm_1: the gradient's, fp32; betas_2: of Adam, fp64; count_1: updates so far, int64.
+        clip: largest norm, 0: no clipping.
+    """
+    _decide[(1,)](norm_1, betas_2, count_1, plan_4, float(clip))
+
+
+def adamw(
+    table: AdamTable, plan_4: Tensor, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+) -> None:
+    """One update in place, as Loshchilov and Hutter's AdamW: decay is apart from the gradient."""
+    grid = (len(table.rows_C6), triton.cdiv(PIECE, BLOCK))
+    _adamw[grid](
+        table.rows_C6, plan_4, float(lr), *map(float, betas), float(eps), float(weight_decay),
+        GRAD=_KINDS[table.grad], WEIGHT=_KINDS[table.weight], ALIGNED=table.aligned, BLOCK=BLOCK,
+    )  # fmt: skip

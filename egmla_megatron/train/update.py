@@ -1,0 +1,64 @@
+"""Clipping and the optimizer's step, decided by the host or, where the optimizer can, by the device."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from torch import Tensor
+
+from egmla_megatron.train.device_adam import plan_of, single_optimizers
+
+__all__ = ["Update", "update_weights"]
+
+
+@dataclass(frozen=True)
+class Update:
+    """What became of a step's gradients. Numbers where the host knows them, else tensors of one element."""
+
+    norm: float | Tensor  # before clipping
+    applied: bool | Tensor  # False, 0: NaN or Inf, the weights were left alone
+
+
+def update_weights(optimizer: Any, clip: float) -> Update:
+    """Clip the gradients to the norm `clip` (0: do not) and step, unless they are not finite.
+
+    The norm is the same number on all ranks, so all of them skip or none does. On the device nothing waits for it.
+    """
+    plan = plan_of(optimizer)
+    if plan is None:
+        return _by_the_host(optimizer, clip)
+    if optimizer.prepare_grads():
+        raise RuntimeError("a loss scale found NaN or Inf: there is none with bf16")
+    norm_1 = _norm_on_device(optimizer)
+    updates = max(each.optimizer.updates() for each in single_optimizers(optimizer))
+    applied_1 = plan.decide(norm_1, clip, updates).clone()  # the next update writes there
+    optimizer.step_with_ready_grads()
+    return Update(norm_1, applied_1)
+
+
+def _norm_on_device(optimizer: Any) -> Tensor:
+    """As megatron-core's, whose sum over optimizers of different groups would wait for the device."""
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    if len(chained) == 1 or optimizer.grads_states_parallel_group_is_shared():
+        return torch.as_tensor(optimizer.get_grad_norm()).reshape(1).float()
+    squares = [torch.as_tensor(each.get_grad_norm()).reshape(1).float().square() for each in chained]
+    return torch.stack(squares).sum(0).sqrt()
+
+
+def _by_the_host(optimizer: Any, clip: float) -> Update:
+    found_inf = optimizer.prepare_grads()
+    norm = float(optimizer.get_grad_norm())
+    if found_inf or not math.isfinite(norm):
+        return Update(norm, False)
+    if clip > 0:
+        for each in single_optimizers(optimizer):
+            parameters = each.get_parameters()
+            if parameters:
+                # where Adam keeps the master weights, gradients of another type than the weights stand beside `grad`
+                decoupled = each.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+                clip_grad_by_total_norm_fp32(parameters, clip, norm, use_decoupled_grad=decoupled)
+    return Update(norm, bool(optimizer.step_with_ready_grads()))

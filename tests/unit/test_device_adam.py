@@ -1,0 +1,147 @@
+"""AdamW decided on the device against torch's in float64, here by Triton's interpreter; on a GPU with everything."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from egmla_megatron.train.adam_cuda import PIECE, adam_table, adamw
+from egmla_megatron.train.device_adam import DecidedOnDevice, UpdatePlan, plan_of, single_optimizers
+
+BETAS, CLIP = (0.9, 0.95), 0.5
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+class MasterWeights(torch.optim.Optimizer):
+    """What `DecidedOnDevice` needs of Transformer Engine's FusedAdam."""
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        super().__init__(groups, {"lr": 1e-2, "betas": BETAS, "eps": 1e-8, "weight_decay": 0.1})
+
+    def initialize_state(self, parameter: Tensor, _: bool) -> None:
+        master = parameter.detach().float().clone()
+        self.state[parameter] = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
+        self.state[parameter]["master_param"] = master
+
+
+class DeviceAdam(DecidedOnDevice, MasterWeights):
+    pass
+
+
+def weights(*sizes: int, kind: torch.dtype) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(size, generator=generator).to(DEVICE, kind)) for size in sizes]
+
+
+def with_gradients(parameters: list[torch.nn.Parameter], seed: int, kind: torch.dtype) -> Tensor:
+    """Sets them; returns their norm."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in parameters:
+        # in a larger buffer and off its start, as megatron-core's are: neither aligned nor alone
+        buffer = torch.randn(parameter.numel() + 1, generator=generator).to(DEVICE, kind)
+        parameter.decoupled_grad = buffer[1:] if parameter.numel() == 7 else buffer[:-1]
+    return torch.cat([p.decoupled_grad.double() for p in parameters]).norm().float().reshape(1)
+
+
+@pytest.mark.parametrize("grad", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weight", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("sizes", [(1, 64, 4096), (7, 2051)])
+def test_updates_equal_torch_in_float64(sizes: tuple[int, ...], weight: torch.dtype, grad: torch.dtype) -> None:
+    """Two groups, an update that does not happen in the middle, gradients above and below the clipping norm."""
+    mine = weights(*sizes, 5, kind=weight)
+    exact = [torch.nn.Parameter(p.detach().double()) for p in mine]
+    groups = [{"params": mine[:-1]}, {"params": mine[-1:], "weight_decay": 0.0, "lr": 3e-2}]
+    optimizer = DeviceAdam(groups)
+    optimizer.follow(UpdatePlan(BETAS, DEVICE))
+    reference = torch.optim.AdamW(
+        [{"params": exact[:-1]}, {"params": exact[-1:], "weight_decay": 0.0, "lr": 3e-2}],
+        lr=1e-2, betas=BETAS, eps=1e-8, weight_decay=0.1,
+    )  # fmt: skip
+    for step, clip in enumerate((CLIP, 0.0, 1e9, CLIP)):
+        norm = with_gradients(mine, step, grad)
+        for p, q in zip(mine, exact, strict=True):
+            q.grad = p.decoupled_grad.double() * (min(1.0, clip / (norm.item() + 1e-6)) if clip else 1.0)
+        if step == 2:
+            before = [p.detach().clone() for p in mine]
+            for bad in (math.nan, math.inf):
+                assert optimizer.plan.decide(torch.full_like(norm, bad), clip, optimizer.updates()).item() == 0
+                optimizer.step()
+                optimizer.take_back()
+            assert all(torch.equal(p, q) for p, q in zip(mine, before, strict=True))
+        assert optimizer.plan.decide(norm, clip, optimizer.updates()).item() == 1
+        optimizer.step()
+        reference.step()
+    assert optimizer.updates() == optimizer.plan.count_1.item() == 4
+    for p, q in zip(mine, exact, strict=True):
+        state, expected = optimizer.state[p], reference.state[q]
+        torch.testing.assert_close(state["exp_avg"].double(), expected["exp_avg"], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(state["exp_avg_sq"].double(), expected["exp_avg_sq"], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(state["master_param"].double(), q.detach(), rtol=1e-5, atol=1e-6)
+        # Triton's interpreter cuts bits off where a GPU rounds
+        ulp = 0.0 if DEVICE.type == "cuda" or weight == torch.float32 else 2**-7
+        torch.testing.assert_close(p.detach(), state["master_param"].to(weight), rtol=ulp, atol=0.0)
+
+
+def test_a_loaded_state_goes_on_where_it_was() -> None:
+    """Also when it comes from another process: the count of updates is that of the state."""
+    runs = [(parameters := weights(9, kind=torch.bfloat16), DeviceAdam([{"params": parameters}])) for _ in range(2)]
+    for _, optimizer in runs:
+        optimizer.follow(UpdatePlan(BETAS, DEVICE))
+
+    def step(run: tuple[Any, Any], seed: int) -> None:
+        parameters, optimizer = run
+        optimizer.plan.decide(with_gradients(parameters, seed, torch.float32), CLIP, optimizer.updates())
+        optimizer.step()
+
+    first, second = runs
+    for seed in range(3):
+        step(first, seed)
+    step(second, 7)  # has a history of its own
+    second[0][0].data.copy_(first[0][0].data)
+    second[1].load_state_dict(first[1].state_dict())
+    for name, value in first[1].state[first[0][0]].items():  # torch made them bf16, FusedAdam would not
+        second[1].state[second[0][0]][name] = value.clone()
+    for run in runs:
+        step(run, 3)
+    assert torch.equal(first[0][0], second[0][0])
+    assert second[1].updates() == second[1].plan.count_1.item() == 4
+
+
+def test_a_parameter_without_gradient_stays() -> None:
+    one, other = weights(4, 4, kind=torch.bfloat16)
+    optimizer = DeviceAdam([{"params": [one, other]}])
+    optimizer.follow(UpdatePlan(BETAS, DEVICE))
+    norm = with_gradients([one], 0, torch.float32)
+    before = other.detach().clone()
+    optimizer.plan.decide(norm, 0.0, 0)
+    optimizer.step()
+    assert torch.equal(other, before) and not optimizer.state[other]
+
+
+def test_several_pieces_and_what_does_not_fit() -> None:
+    size = PIECE + 3
+    tensors = tuple(torch.ones(size, dtype=torch.float32, device=DEVICE) for _ in range(5))
+    table = adam_table([tensors])
+    assert table.rows_C6[:, 5].tolist() == [PIECE, 3] and table.aligned
+    plan = torch.tensor([1.0, 1.0, 1.0, 1.0], device=DEVICE)
+    adamw(table, plan, lr=1.0, betas=(0.0, 0.0), eps=0.0, weight_decay=0.5)
+    assert tensors[1].unique().tolist() == [-0.5]  # 1 - (1 / 1 + 0.5 * 1)
+    with pytest.raises(ValueError, match="one size"):
+        adam_table([(tensors[0][:4], *tensors[1:])])
+    with pytest.raises(ValueError, match="fp32 moments"):
+        adam_table([(*tensors[:2], tensors[2].bfloat16(), *tensors[3:])])
+    with pytest.raises(ValueError, match="contiguous"):
+        adam_table([tuple(each[::2] for each in tensors)])
+
+
+def test_an_optimizer_of_the_host_has_no_plan() -> None:
+    class Chained:
+        chained_optimizers = ()
+
+    assert plan_of(Chained()) is None and single_optimizers(Chained()) == []

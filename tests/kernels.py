@@ -56,6 +56,12 @@ def plain_split_heads(q: Tensor, kv: Tensor, rope_SBR: Tensor, angles_SR: Tensor
     return query, torch.cat([kv[..., : sizes.nope], shared], -1), kv[..., sizes.nope :]
 
 
+def plain_latent_norm(down: Tensor, weight_L: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`latent_norm` by single operations."""
+    x = down[..., : len(weight_L)]
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight_L, down[..., len(weight_L) :]
+
+
 def gradients(outputs: Any, inputs: list[Tensor], seed: int = 1) -> list[Tensor]:
     """Of a random weighting of the outputs."""
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)

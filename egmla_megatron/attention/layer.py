@@ -103,15 +103,15 @@ class EGMLASelfAttention(MLASelfAttention):
             return super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
         from egmla_megatron.attention.split_heads_cuda import split_heads
 
-        q, latent = self._qkv_down_projection(hidden_states)
-        latent, rope_SBR = latent.split([self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], dim=-1)
+        q, down = self._qkv_down_projection(hidden_states)
+        latent, rope_SBR = self.kv_layernorm(down)
         if self.config.sequence_parallel and self.tp_group.size() > 1:
             rope_SBR = gather_from_sequence_parallel_region(rope_SBR, group=self.tp_group)
         if self.config.q_lora_rank is None:
             q, _ = self.linear_q_proj(q)
         else:
             q, _ = self.linear_q_up_proj(self.q_layernorm(q))
-        kv, _ = self.linear_kv_up_proj(self.kv_layernorm(latent))
+        kv, _ = self.linear_kv_up_proj(latent)
         length = self.rotary_pos_emb.get_rotary_seq_len(None, None, hidden_states, self.config, None)
         angles_SR = self.rotary_pos_emb(length)[: q.shape[0], 0, 0]
         query, key, value = split_heads(

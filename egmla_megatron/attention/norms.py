@@ -6,10 +6,12 @@ megatron-core's WrappedTorchNorm refuses sequence parallelism. These mark their 
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+from typing import Any
 
-__all__ = ["TorchLayerNorm", "TorchRMSNorm"]
+import torch
+from torch import Tensor, nn
+
+__all__ = ["LatentNorm", "TorchLayerNorm", "TorchRMSNorm"]
 
 
 class TorchRMSNorm(nn.RMSNorm):
@@ -19,6 +21,19 @@ class TorchRMSNorm(nn.RMSNorm):
         device = torch.device("cpu") if config.use_cpu_initialization else torch.cuda.current_device()
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class LatentNorm(TorchRMSNorm):
+    """RMSNorm of MLA's latent by our kernel where it comes with the RoPE key, else as `nn.RMSNorm`."""
+
+    def forward(self, x: Tensor) -> Any:
+        """[...,L] -> [...,L]; [...,L+R] -> (normed [...,L], the rest as it was [...,R])."""
+        if x.shape[-1] == self.weight.shape[0]:
+            return super().forward(x)
+        from egmla_megatron.attention.latent_norm_cuda import latent_norm
+
+        assert self.eps is not None
+        return latent_norm(x, self.weight, self.eps)
 
 
 class TorchLayerNorm(nn.LayerNorm):

@@ -78,7 +78,10 @@ def _common(cfg: RunConfig, implementation: str, sdpa_backend: str) -> dict[str,
         "sequence_parallel": parallel.sequence,
         "use_cpu_initialization": not torch.cuda.is_available(),
         "deterministic_mode": False,  # megatron-core's switch only checks environment variables; see parallel.world
-        "bias_activation_fusion": te and train.precision == "bf16",
+        # SwiGLU and the addition of the residual's gradient in RMSNorm by Transformer Engine's kernels
+        "use_te_activation_func": te and model.attention == "mla",
+        "fused_residual_rmsnorm": te and model.attention == "mla",
+        "bias_activation_fusion": te and train.precision == "bf16" and model.attention == "mha",
         "bias_dropout_fusion": te and train.precision == "bf16",
         **_fp8(cfg),
         "masked_softmax_fusion": False,

@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from egmla_megatron.attention.core_attention import TorchCoreAttention
 from egmla_megatron.attention.gated_kv_up import GatedKVUp
 from egmla_megatron.attention.layer import EGMLASelfAttention, EGMLATransformerLayer, MLATransformerLayer
-from egmla_megatron.attention.norms import TorchLayerNorm, TorchRMSNorm
+from egmla_megatron.attention.norms import LatentNorm, TorchLayerNorm, TorchRMSNorm
 from egmla_megatron.errors import UserError
 
 __all__ = ["block_spec", "choose_implementation", "choose_kernels", "layer_spec"]
@@ -82,7 +82,9 @@ def _mla_parts(implementation: str) -> tuple[Any, type, Any, dict[str, Any]]:
     if implementation == "te":
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 
-        layer = get_gpt_layer_with_transformer_engine_submodules(multi_latent_attention=True, qk_layernorm=False)
+        layer = get_gpt_layer_with_transformer_engine_submodules(
+            multi_latent_attention=True, qk_layernorm=False, use_te_activation_func=True
+        )
         return layer, TEColumnParallelLinear, TENorm, {}
     layer = get_gpt_layer_local_submodules(multi_latent_attention=True, normalization="RMSNorm")
     layer = replace(
@@ -114,7 +116,7 @@ def layer_spec(config: Any, implementation: str) -> ModuleSpec:
             linear_q_up_proj=column_linear,
             linear_kv_up_proj=up,
             q_layernorm=norm if config.q_lora_rank else IdentityOp,
-            kv_layernorm=norm,
+            kv_layernorm=LatentNorm if config.triton_kernels else norm,
             **replaced,
         ),
     )

@@ -19,7 +19,7 @@ __all__ = ["AdamTable", "AdamTensors", "adam_table", "adamw", "decide"]
 # C pieces of at most PIECE elements
 
 PIECE = 65536  # elements that one row of the table stands for
-BLOCK = 2048  # elements of one program
+BLOCK = 4096  # elements of one program: 3.92 TB/s on an H200, 1024 and 2048 3.82 and 3.64
 PLAN = 4  # numbers of a plan: factor on gradients, 1 - beta1^t, 1 - beta2^t, 1 or 0: update or leave alone
 _ALIGNMENT = 16  # bytes that a thread reads at once
 

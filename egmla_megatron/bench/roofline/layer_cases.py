@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 from torch import Tensor
 
 from egmla_megatron.bench.roofline import cost
@@ -30,12 +29,16 @@ def layer_cases(sizes: Sizes, built: BuiltModel, buffers: Buffers) -> list[Case]
     attention, layers = layer.self_attention, sizes.model.num_layers
     # before attention, before the MLP, and behind the last layer; the latent's
     norms = [("RMSNorm of hidden", 2 * layers + 1, model.hidden_size, layer.input_layernorm)]
-    norms += [("RMSNorm of the latent", layers, model.kv_lora_rank, attention.kv_layernorm)]
+    latent = attention.kv_layernorm
+    if built.kernels == "torch":
+        norms += [("RMSNorm of the latent", layers, model.kv_lora_rank, latent)]
     if model.q_lora_rank:
         norms += [("RMSNorm of q's latent", layers, model.q_lora_rank, attention.q_layernorm)]
     found = forward_and_backward(_attention(sizes, attention, buffers))
     for name, count, columns, module in norms:
         found += forward_and_backward(_norm(sizes, name, count, columns, module, buffers))
+    if built.kernels == "triton":
+        found += forward_and_backward(_latent_norm(sizes, latent, buffers))
     found += forward_and_backward(_swiglu(sizes, built, buffers))
     found += _residual(sizes, buffers)
     return found + forward_and_backward(_cross_entropy(sizes, built, buffers))
@@ -71,12 +74,25 @@ def _norm(sizes: Sizes, name: str, count: int, columns: int, module: Any, buffer
     )
 
 
+def _latent_norm(sizes: Sizes, module: Any, buffers: Buffers) -> Differentiable:
+    """Our kernel, which also takes the RoPE key out of what the down-projection wrote."""
+    latent, rope = sizes.model.kv_lora_rank, sizes.heads.rope
+    shape = (sizes.length, sizes.sequences)
+    return Differentiable(
+        kernel="RMSNorm of the latent, our kernel",
+        count=sizes.model.num_layers,
+        costs=(cost.latent_norm_forward(sizes), cost.latent_norm_backward(sizes)),
+        function=lambda down_SBC, _: module(down_SBC),
+        inputs=lambda: (buffers.normal(*shape, latent + rope, grad=True), module.weight),
+        gradients=lambda: (buffers.normal(*shape, latent), buffers.normal(*shape, rope)),
+        backward_reads=lambda found: (found[0][..., :latent], found[1]),
+    )
+
+
 def _swiglu(sizes: Sizes, built: BuiltModel, buffers: Buffers) -> Differentiable:
     """As megatron-core's MLP chooses it."""
     config, width = built.config, sizes.model.intermediate_size
-
-    def fused(x_SBF: Tensor) -> Tensor:
-        return bias_swiglu_impl(x_SBF, None, config.activation_func_fp8_input_store, False)
+    mlp = built.module.decoder.layers[0].mlp
 
     def by_operations(x_SBF: Tensor) -> Tensor:
         gate, up = x_SBF.chunk(2, dim=-1)
@@ -86,7 +102,7 @@ def _swiglu(sizes: Sizes, built: BuiltModel, buffers: Buffers) -> Differentiable
         kernel="SwiGLU",
         count=sizes.model.num_layers,
         costs=(cost.swiglu_forward(sizes), cost.swiglu_backward(sizes)),
-        function=fused if config.bias_activation_fusion else by_operations,
+        function=mlp.activation_func if config.use_te_activation_func else by_operations,
         inputs=lambda: (buffers.normal(sizes.length, sizes.sequences, 2 * width, grad=True),),
         gradients=lambda: (buffers.normal(sizes.length, sizes.sequences, width),),
     )

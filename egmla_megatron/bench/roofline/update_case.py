@@ -31,11 +31,11 @@ def update_case(cfg: RunConfig, microbatches: int, buffers: Buffers) -> Case:
     fused = optimizer_config(cfg).use_precision_aware_optimizer  # as the trainer's, where it can
 
     def prepare() -> Call:
-        make = _inside_te if fused else _by_torch
+        make = _on_device if fused else _by_torch
         return make(cfg.optimizer, elements, buffers)
 
     return Case(
-        kernel=f"AdamW, {'Transformer Engine with master weights inside' if fused else 'torch, fused'}",
+        kernel=f"AdamW, {'our kernel' if fused else 'torch, fused'}",
         direction="update",
         count=1 / microbatches,
         cost=cost.update(elements, weight_bytes),
@@ -48,21 +48,20 @@ def _settings(opt: OptimizerConfig) -> dict[str, Any]:
     return {"lr": opt.lr, "betas": (opt.beta1, opt.beta2), "eps": opt.eps, "weight_decay": opt.weight_decay}
 
 
-def _inside_te(opt: OptimizerConfig, elements: int, buffers: Buffers) -> Call:
-    from transformer_engine.pytorch.optimizers import FusedAdam
+def _on_device(opt: OptimizerConfig, elements: int, buffers: Buffers) -> Call:
+    from egmla_megatron.train.adam_cuda import adam_table, adamw
 
-    weight = Parameter(buffers.normal(elements))
-    gradient = buffers.normal(elements, dtype=torch.float32)
-    weight.decoupled_grad = gradient  # type: ignore[attr-defined]
-    optimizer = FusedAdam([weight], **_settings(opt), master_weights=True, use_decoupled_grad=True)
-    optimizer.step()  # makes moments and master weights
-    states = tuple(optimizer.state[weight][name] for name in ("exp_avg", "exp_avg_sq", "master_param"))
+    weight = buffers.normal(elements)
+    gradient, master = (buffers.normal(elements, dtype=torch.float32) for _ in range(2))
+    moments = (gradient.clone(), gradient.square())
+    table = adam_table([(gradient, weight, *moments, master)])
+    plan_4 = torch.tensor([1.0, 1.0, 1.0, 1.0], device=buffers.device)
 
     def run(_: Any) -> tuple[Tensor, ...]:
-        optimizer.step()
-        return (*states, weight.detach())
+        adamw(table, plan_4, **_settings(opt))
+        return (*moments, master, weight)
 
-    return Call((gradient, *states), run)
+    return Call((gradient, *moments, master), run)
 
 
 def _by_torch(opt: OptimizerConfig, elements: int, buffers: Buffers) -> Call:

@@ -18,7 +18,14 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 GEMMS = ("forward", "input gradient", "weight gradient")
 PASSES = ("forward", "backward")
 LINEARS = ("kv down-projection", "kv up-projection", "output projection", "MLP gate and up", "MLP down", "LM head")
-OTHERS = ("attention", "RMSNorm of hidden", "RMSNorm of the latent, our kernel", "SwiGLU", "residual sum", "cross-entropy")
+OTHERS = (
+    "attention",
+    "RMSNorm of hidden",
+    "RMSNorm of the latent, our kernel",
+    "SwiGLU",
+    "residual sum",
+    "cross-entropy",
+)
 HEADS = tuple(f"heads with RoPE, {how}" for how in ("our kernel", "by single operations"))
 GATE = tuple(f"gate and LayerNorm, {how}" for how in ("our kernel", "by single operations"))
 PLAIN_GATE = tuple(f"gate, {how}" for how in ("our kernel", "by single operations"))

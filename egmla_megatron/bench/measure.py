@@ -166,7 +166,7 @@ def measure(cfg: RunConfig, world: World, dataset: Any, schedule: Schedule, sink
 def _measure(cfg: RunConfig, world: World, steps: _Steps, schedule: Schedule) -> Measurement:
     cuda = world.device.type == "cuda"
     _reset_peaks(world.device)  # before the warm-up: a CUDA graph takes its memory there, when it is captured
-    losses = [steps.launch().settle() for _ in range(schedule.warmup)]
+    losses = [loss for _, loss in _timed(steps.launch, world, schedule.warmup)]
     interface = interface_in_use(dist.get_backend())
     dist.barrier(group=world.control)
     before = sent_by_interface(interface)

@@ -56,6 +56,15 @@ def plain_split_heads(q: Tensor, kv: Tensor, rope_SBR: Tensor, angles_SR: Tensor
     return query, torch.cat([kv[..., : sizes.nope], shared], -1), kv[..., sizes.nope :]
 
 
+def plain_gate_heads(
+    q: Tensor, up_SBN: Tensor, gate_UN: Tensor, rope_SBR: Tensor, weight_N: Any, bias_N: Any, row_map: Tensor,
+    angles_SR: Tensor, eps: float, gate: str, heads: int, sizes: Any,
+) -> Any:  # fmt: skip
+    """`gate_heads` by single operations."""
+    kv_TN = plain_gate_norm(up_SBN.flatten(0, 1), gate_UN, row_map, weight_N, bias_N, eps, gate)
+    return plain_split_heads(q, kv_TN.view_as(up_SBN), rope_SBR, angles_SR, heads, sizes)
+
+
 def plain_latent_norm(down: Tensor, weight_L: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`latent_norm` by single operations."""
     x = down[..., : len(weight_L)]

@@ -4,11 +4,14 @@ Forward reads the latent and writes the result once. Backward saves neither prod
 them again, and sums the gates' gradients over the tokens of each row in fp32 and always in the same order. For that it
 walks the tokens in the order of their rows, in blocks of equal length, so that a frequent token keeps nobody waiting: a
 row within one block is finished there, the pieces of a row that crosses blocks are added by a second kernel.
+
+What they write, and in backward read, is either one tensor [T,N] or, per head, keys without position and values in the
+tensors that attention has (`KeysAndValues`): the latter saves a pass over the data each way.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,13 +20,14 @@ from torch import Tensor
 
 from egmla_megatron.attention.sum_by_row import RowMap, unpack_row_map
 
-__all__ = ["KERNEL_GATES", "gate_norm"]
+__all__ = ["KERNEL_GATES", "GateGradients", "KeysAndValues", "Saved", "gate_backward", "gate_forward"]
 
-# T tokens, N columns, U rows, V = U + 1, P blocks of tokens
+# T = S * B tokens in sequence-first order, N columns, U rows, V = U + 1, P blocks of tokens, H heads, K width of a key
+# with its position, D of a value
 
 KERNEL_GATES = ("mul", "add")  # those that `_combine` and `_gradients` know
 BLOCK_TOKENS = 32  # tokens of one program in backward
-PIECES, PIECE_COLUMNS = 8, 256  # what a program of the second kernel reads at once
+PIECES, PIECE_COLUMNS = 8, 1024  # what a program of the second kernel reads at once
 
 
 @triton.jit
@@ -43,9 +47,26 @@ def _gradients(grad, up, gate, GATE: tl.constexpr):
 
 
 @triton.jit
+def _places(
+    token, column, key_ptr, value_ptr, columns, batch, key_s, key_b, key_n, value_s, value_b, value_n,
+    NOPE: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """Where a column lies: in its head's key, then its value; with NOPE = 0 in a row of one tensor, `key_ptr`."""
+    if NOPE == 0:
+        return key_ptr + token * columns + column
+    else:
+        position, sample = token // batch, token % batch
+        head, within = column // (NOPE + V), column % (NOPE + V)
+        key_at = key_ptr + position * key_s + sample * key_b + (head * key_n + within)
+        value_at = value_ptr + position * value_s + sample * value_b + (head * value_n + within - NOPE)
+        return tl.where(within < NOPE, key_at, value_at)
+
+
+@triton.jit
 def _forward(
-    up_ptr, gate_ptr, index_ptr, weight_ptr, bias_ptr, out_ptr, mean_ptr, rstd_ptr, columns, eps,
-    GATE: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr,
+    up_ptr, gate_ptr, index_ptr, weight_ptr, bias_ptr, key_ptr, value_ptr, mean_ptr, rstd_ptr, columns, eps,
+    batch, key_s, key_b, key_n, value_s, value_b, value_n,
+    GATE: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr, NOPE: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -63,7 +84,10 @@ def _forward(
         out = centred * rstd * weight + bias
         tl.store(mean_ptr + token, mean)
         tl.store(rstd_ptr + token, rstd)
-    tl.store(out_ptr + token * columns + column, out.to(out_ptr.dtype.element_ty), mask=mask)
+    at = _places(
+        token, column, key_ptr, value_ptr, columns, batch, key_s, key_b, key_n, value_s, value_b, value_n, NOPE, V
+    )
+    tl.store(at, out.to(key_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -79,9 +103,11 @@ def _token_and_row(order_ptr, index_ptr, place, tokens):
 
 @triton.jit
 def _backward(
-    grad_ptr, up_ptr, gate_ptr, index_ptr, order_ptr, starts_ptr, weight_ptr, mean_ptr, rstd_ptr,
+    key_ptr, value_ptr, up_ptr, gate_ptr, index_ptr, order_ptr, starts_ptr, weight_ptr, mean_ptr, rstd_ptr,
     grad_up_ptr, grad_gate_ptr, piece_ptr, grad_weight_ptr, grad_bias_ptr, tokens, columns,
+    batch, key_s, key_b, key_n, value_s, value_b, value_n,
     GATE: tl.constexpr, NORM: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
+    NOPE: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -94,7 +120,10 @@ def _backward(
     # the next token is read while this one is computed, and the place of the one behind it: memory is far
     token, row = _token_and_row(order_ptr, index_ptr, block * TOKENS, tokens)
     next_token, next_row = _token_and_row(order_ptr, index_ptr, block * TOKENS + 1, tokens)
-    grad_read = tl.load(grad_ptr + token * columns + column, mask=mask, other=0.0)
+    at = _places(
+        token, column, key_ptr, value_ptr, columns, batch, key_s, key_b, key_n, value_s, value_b, value_n, NOPE, V
+    )
+    grad_read = tl.load(at, mask=mask, other=0.0)
     up_read = tl.load(up_ptr + token * columns + column, mask=mask, other=0.0)
     gate_read = tl.load(gate_ptr + row * columns + column, mask=mask, other=0.0)
     for step in range(TOKENS):
@@ -105,7 +134,10 @@ def _backward(
         this_token, this_row = token, row
         token, row = next_token, next_row
         next_token, next_row = _token_and_row(order_ptr, index_ptr, place + 2, tokens)
-        grad_read = tl.load(grad_ptr + token * columns + column, mask=mask, other=0.0)
+        at = _places(
+            token, column, key_ptr, value_ptr, columns, batch, key_s, key_b, key_n, value_s, value_b, value_n, NOPE, V
+        )
+        grad_read = tl.load(at, mask=mask, other=0.0)
         up_read = tl.load(up_ptr + token * columns + column, mask=mask, other=0.0)
         gate_read = tl.load(gate_ptr + row * columns + column, mask=mask, other=0.0)
         if NORM:
@@ -169,41 +201,84 @@ def _warps(columns: int, of_one: int) -> int:
     return min(max(triton.next_power_of_2(columns) // of_one, 1), 16)
 
 
-class _GateNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, up_TN: Tensor, gate_UN: Tensor, row_map: Tensor, weight: Any, bias: Any, eps: float, gate: str
-    ) -> Tensor:
-        up_TN, gate_UN = up_TN.contiguous(), gate_UN.contiguous()
-        tokens, columns = up_TN.shape
-        out_TN = torch.empty_like(up_TN)
-        mean_T, rstd_T = up_TN.new_empty(2, tokens, dtype=torch.float32)
-        _forward[(tokens,)](
-            up_TN, gate_UN, row_map, weight, bias, out_TN, mean_T, rstd_T, columns, eps,
-            GATE=gate, NORM=weight is not None, BLOCK=triton.next_power_of_2(columns), num_warps=_warps(columns, 1024),
-        )  # fmt: skip
-        ctx.save_for_backward(up_TN, gate_UN, row_map, weight, mean_T, rstd_T)
-        ctx.gate = gate
-        return out_TN
+class KeysAndValues(NamedTuple):
+    """Keys [S,B,H,K], whose first columns are meant, and values [S,B,H,D], or gradients of both; rows contiguous."""
 
-    @staticmethod
-    def backward(ctx: Any, grad_TN: Tensor) -> tuple[Any, ...]:
-        up_TN, gate_UN, row_map, weight, mean_T, rstd_T = ctx.saved_tensors
-        tokens, columns = up_TN.shape
-        rows = unpack_row_map(row_map, tokens)
-        blocks, width = triton.cdiv(tokens, BLOCK_TOKENS), triton.next_power_of_2(columns)
-        grad_up_TN, grad_gate_UN = torch.empty_like(up_TN), torch.empty_like(gate_UN)
-        pieces_P2N = up_TN.new_empty(blocks, 2, columns, dtype=torch.float32)
-        partial_2PN = None if weight is None else up_TN.new_empty(2, blocks, columns, dtype=torch.float32)
-        _backward[(blocks,)](
-            grad_TN.contiguous(), up_TN, gate_UN, *rows, weight, mean_T, rstd_T,
-            grad_up_TN, grad_gate_UN, pieces_P2N, *(partial_2PN if partial_2PN is not None else (None, None)),
-            tokens, columns, GATE=ctx.gate, NORM=weight is not None, TOKENS=BLOCK_TOKENS, BLOCK=width,
-            FULL=width == columns, num_warps=_warps(columns, 512),
-        )  # fmt: skip
-        _sum_crossing_rows(rows, pieces_P2N, grad_gate_UN)
-        grad_weight, grad_bias = (None, None) if partial_2PN is None else partial_2PN.sum(1).to(weight.dtype)
-        return grad_up_TN, grad_gate_UN, None, grad_weight, grad_bias, None, None
+    key_SBHK: Tensor
+    value_SBHD: Tensor
+    nope: int  # columns of a key without position
+
+
+class Saved(NamedTuple):
+    """What the forward pass hands to the backward pass."""
+
+    up_TN: Tensor
+    gate_UN: Tensor
+    row_map: Tensor
+    weight_N: Tensor | None
+    mean_T: Tensor
+    rstd_T: Tensor
+
+
+class GateGradients(NamedTuple):
+    """Of latents, gates of the rows, weight and bias of the norm (None: there is none)."""
+
+    up_TN: Tensor
+    gate_UN: Tensor
+    weight_N: Tensor | None
+    bias_N: Tensor | None
+
+
+def _layout(where: Tensor | KeysAndValues) -> tuple[tuple[Any, ...], tuple[int, ...], dict[str, int]]:
+    """(pointers, batch and strides, widths) for the kernels."""
+    if isinstance(where, Tensor):
+        return (where, where), (1,) * 7, {"NOPE": 0, "V": 0}
+    key, value, nope = where
+    strides = (*key.stride()[:3], *value.stride()[:3])
+    return (key, value), (key.shape[1], *strides), {"NOPE": nope, "V": value.shape[3]}
+
+
+def gate_forward(
+    up_TN: Tensor, gate_UN: Tensor, row_map: Tensor, weight_N: Tensor | None, bias_N: Tensor | None, eps: float,
+    gate: str, into: Tensor | KeysAndValues,
+) -> Saved:  # fmt: skip
+    """Gate and LayerNorm, as `gate_heads_cuda.gate_norm`, written to `into`."""
+    if gate not in KERNEL_GATES:
+        raise ValueError(
+            f"gate: got {gate!r}, allowed {', '.join(KERNEL_GATES)}; teach _combine and _gradients the new one"
+        )
+    up_TN, gate_UN = up_TN.contiguous(), gate_UN.contiguous()
+    tokens, columns = up_TN.shape
+    mean_T, rstd_T = up_TN.new_empty(2, tokens, dtype=torch.float32)
+    pointers, strides, widths = _layout(into)
+    _forward[(tokens,)](
+        up_TN, gate_UN, row_map, weight_N, bias_N, *pointers, mean_T, rstd_T, columns, eps, *strides,
+        GATE=gate, NORM=weight_N is not None, BLOCK=triton.next_power_of_2(columns), **widths,
+        num_warps=_warps(columns, 1024),
+    )  # fmt: skip
+    return Saved(up_TN, gate_UN, row_map, weight_N, mean_T, rstd_T)
+
+
+def gate_backward(saved: Saved, gate: str, gradients: Tensor | KeysAndValues) -> GateGradients:
+    """Of what `gate_forward` read, by the gradients of what it wrote."""
+    up_TN, gate_UN, row_map, weight, mean_T, rstd_T = saved
+    tokens, columns = up_TN.shape
+    rows = unpack_row_map(row_map, tokens)
+    blocks, width = triton.cdiv(tokens, BLOCK_TOKENS), triton.next_power_of_2(columns)
+    grad_up_TN, grad_gate_UN = torch.empty_like(up_TN), torch.empty_like(gate_UN)
+    pieces_P2N = up_TN.new_empty(blocks, 2, columns, dtype=torch.float32)
+    partial_2PN = None if weight is None else up_TN.new_empty(2, blocks, columns, dtype=torch.float32)
+    pointers, strides, widths = _layout(gradients)
+    _backward[(blocks,)](
+        *pointers, up_TN, gate_UN, *rows, weight, mean_T, rstd_T,
+        grad_up_TN, grad_gate_UN, pieces_P2N, *(partial_2PN if partial_2PN is not None else (None, None)),
+        tokens, columns, *strides, GATE=gate, NORM=weight is not None, TOKENS=BLOCK_TOKENS, BLOCK=width,
+        FULL=width == columns, **widths, num_warps=_warps(columns, 512),
+    )  # fmt: skip
+    _sum_crossing_rows(rows, pieces_P2N, grad_gate_UN)
+    if weight is None or partial_2PN is None:
+        return GateGradients(grad_up_TN, grad_gate_UN, None, None)
+    return GateGradients(grad_up_TN, grad_gate_UN, *partial_2PN.sum(1).to(weight.dtype))
 
 
 def _sum_crossing_rows(rows: RowMap, pieces_P2N: Tensor, grad_gate_UN: Tensor) -> None:
@@ -213,21 +288,3 @@ def _sum_crossing_rows(rows: RowMap, pieces_P2N: Tensor, grad_gate_UN: Tensor) -
         rows.starts_V, pieces_P2N, grad_gate_UN, columns,
         TOKENS=BLOCK_TOKENS, AT_ONCE=PIECES, BLOCK=PIECE_COLUMNS,
     )  # fmt: skip
-
-
-def gate_norm(
-    up_TN: Tensor, gate_UN: Tensor, row_map: Tensor, weight_N: Tensor | None, bias_N: Tensor | None, eps: float,
-    gate: str,
-) -> Tensor:  # fmt: skip
-    """LayerNorm(combine(up[t], gate[row of t])) over all N columns, as the paper's equations 3 to 5.
-
-    Args:
-        up_TN: up-projected latents; gate_UN: gates of the rows; row_map: `pack_row_map` of the T tokens.
-        weight_N, bias_N: of the LayerNorm; None: there is none.
-        gate: one of `KERNEL_GATES`.
-    """
-    if gate not in KERNEL_GATES:
-        raise ValueError(
-            f"gate: got {gate!r}, allowed {', '.join(KERNEL_GATES)}; teach _combine and _gradients the new one"
-        )
-    return _GateNorm.apply(up_TN, gate_UN, row_map, weight_N, bias_N, eps, gate)

@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
+from egmla_megatron.attention.head_sizes import HeadSizes
 from egmla_megatron.attention.sum_by_row import sum_by_row, unpack_row_map
 
-__all__ = ["GATES", "Gate", "GateInput", "GatedKVUp", "gate_by_row", "layer_norm_over_tp"]
+__all__ = ["GATES", "Gate", "GateInput", "GatedKVUp", "HeadsInput", "gate_by_row", "layer_norm_over_tp"]
 
 # S sequence, B batch, T = S * B tokens, U rows (distinct ids), N = heads * (nope + v) / TP columns of this rank,
 # D gate embedding width
@@ -41,6 +42,22 @@ class GateInput(NamedTuple):
 
     rows_UD: Tensor  # gate embeddings of the micro-batch's rows
     row_map: Tensor | None  # row of every token in sequence-first order (`pack_row_map`), None: row t is token t's
+
+
+class HeadsInput(NamedTuple):
+    """What queries, keys and values are made of beside the up-projected latent, as `split_heads_cuda.split_heads`."""
+
+    q: Tensor
+    rope_SBR: Tensor
+    angles_SR: Tensor
+    heads: int  # of this rank
+    sizes: HeadSizes
+
+    def split(self, kv_SBN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key, value."""
+        from egmla_megatron.attention.split_heads_cuda import split_heads
+
+        return split_heads(self.q, kv_SBN, self.rope_SBR, self.angles_SR, self.heads, self.sizes)
 
 
 # name of ModelConfig.gate -> the gate; a new variant is one entry here
@@ -142,8 +159,9 @@ class GatedKVUp(MegatronModule):
         set_tensor_model_parallel_attributes(parameter, True, 0, 1)
         return parameter
 
-    def forward(self, latent: Tensor) -> tuple[Tensor, None]:
-        """Normed latent [S,B,kv_lora_rank] ([S/TP,...] under sequence parallelism) -> kv [S,B,N]."""
+    def forward(self, latent: Tensor, heads: HeadsInput | None = None) -> Any:
+        """Normed latent [S,B,kv_lora_rank] ([S/TP,...] under sequence parallelism) -> kv [S,B,N], None; with `heads`,
+        which our kernels must be there for, queries, keys and values as `split_heads`."""
         if self.gate_input is None:
             raise RuntimeError("GatedKVUp.forward without a gate embedding: call it through EGMLATransformerLayer")
         up_SBN, _ = self.up(latent)
@@ -155,15 +173,23 @@ class GatedKVUp(MegatronModule):
         row_map = self.gate_input.row_map
         # heads on several ranks share statistics, which no kernel can
         if self.config.triton_kernels and self.gate.kernel and row_map is not None and self.tp_group.size() == 1:
-            return self._fused(up_SBN, gate_UN, row_map, self.gate.kernel), None
-        return self._norm(gate_by_row(up_SBN, gate_UN, row_map, self.gate)), None
+            return self._fused(up_SBN, gate_UN, row_map, self.gate.kernel, heads)
+        kv_SBN = self._norm(gate_by_row(up_SBN, gate_UN, row_map, self.gate))
+        return (kv_SBN, None) if heads is None else heads.split(kv_SBN)
 
-    def _fused(self, up_SBN: Tensor, gate_UN: Tensor, row_map: Tensor, gate: str) -> Tensor:
-        from egmla_megatron.attention.gate_norm_cuda import gate_norm
-
+    def _fused(self, up_SBN: Tensor, gate_UN: Tensor, row_map: Tensor, gate: str, heads: HeadsInput | None) -> Any:
         weight, bias = (self.gate_norm_weight, self.gate_norm_bias) if self.config.gate_norm else (None, None)
         eps = self.config.gate_norm_eps
-        return gate_norm(up_SBN.flatten(0, 1), gate_UN, row_map, weight, bias, eps, gate).view_as(up_SBN)
+        if heads is None:
+            from egmla_megatron.attention.gate_heads_cuda import gate_norm
+
+            return gate_norm(up_SBN.flatten(0, 1), gate_UN, row_map, weight, bias, eps, gate).view_as(up_SBN), None
+        from egmla_megatron.attention.gate_heads_cuda import gate_heads
+
+        return gate_heads(
+            heads.q, up_SBN, gate_UN, heads.rope_SBR, weight, bias, row_map, heads.angles_SR, eps, gate, heads.heads,
+            heads.sizes,
+        )  # fmt: skip
 
     def _norm(self, x_SBN: Tensor) -> Tensor:
         if not self.config.gate_norm:

@@ -20,7 +20,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 from torch import Tensor
 
-from egmla_megatron.attention.gated_kv_up import GateInput
+from egmla_megatron.attention.gated_kv_up import GatedKVUp, GateInput, HeadsInput
 from egmla_megatron.attention.head_sizes import HeadSizes
 from egmla_megatron.attention.token_table import take_layer
 
@@ -101,8 +101,6 @@ class EGMLASelfAttention(MLASelfAttention):
         """megatron-core's way, or the same for training alone with its last operations in one kernel."""
         if not self.config.triton_kernels or self.recompute_up_proj:
             return super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
-        from egmla_megatron.attention.split_heads_cuda import split_heads
-
         q, down = self._qkv_down_projection(hidden_states)
         latent, rope_SBR = self.kv_layernorm(down)
         if self.config.sequence_parallel and self.tp_group.size() > 1:
@@ -111,13 +109,13 @@ class EGMLASelfAttention(MLASelfAttention):
             q, _ = self.linear_q_proj(q)
         else:
             q, _ = self.linear_q_up_proj(self.q_layernorm(q))
-        kv, _ = self.linear_kv_up_proj(latent)
         length = self.rotary_pos_emb.get_rotary_seq_len(None, None, hidden_states, self.config, None)
         angles_SR = self.rotary_pos_emb(length)[: q.shape[0], 0, 0]
-        query, key, value = split_heads(
-            q, kv, rope_SBR, angles_SR, self.num_attention_heads_per_partition, self.head_sizes
-        )
-        return query, key, value, None, None
+        heads = HeadsInput(q, rope_SBR, angles_SR, self.num_attention_heads_per_partition, self.head_sizes)
+        if isinstance(self.linear_kv_up_proj, GatedKVUp):
+            return *self.linear_kv_up_proj(latent, heads), None, None
+        kv, _ = self.linear_kv_up_proj(latent)
+        return *heads.split(kv), None, None
 
 
 class MLATransformerLayer(TransformerLayer):

@@ -10,6 +10,7 @@ from tests.kernels import (
     gradients,
     in_float64,
     leaves,
+    plain_gate_heads,
     plain_gate_norm,
     plain_latent_norm,
     plain_split_heads,
@@ -38,7 +39,7 @@ def assert_close(mine: Tensor, exact: Tensor, error: float) -> None:
     ("tokens", "columns", "rows"), [(4096, 1536, 900), (1000, 4096, 40), (333, 77, 333), (1, 5, 2)]
 )
 def test_gate_norm(gate: str, norm: bool, dtype: torch.dtype, tokens: int, columns: int, rows: int) -> None:
-    from egmla_megatron.attention.gate_norm_cuda import gate_norm
+    from egmla_megatron.attention.gate_heads_cuda import gate_norm
 
     host = random_gate_norm(tokens, columns, rows, norm=norm, dtype=dtype)
     arguments = {
@@ -107,4 +108,56 @@ def test_latent_norm(dtype: torch.dtype, tokens: int, latent: int, rope: int) ->
     for mine, theirs in pairs:
         assert_close(mine, theirs, ERROR[dtype])
     again = gradients(latent_norm(down, weight, 1e-6), [down, weight])
+    assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("dtype", list(ERROR))
+@pytest.mark.parametrize(
+    ("sequence", "batch", "heads", "sizes"),
+    [(512, 8, 12, (64, 64, 64)), (256, 4, 16, (128, 64, 128)), (47, 3, 5, (6, 10, 9))],
+)
+def test_gate_heads(
+    norm: bool, dtype: torch.dtype, sequence: int, batch: int, heads: int, sizes: tuple[int, int, int]
+) -> None:
+    """Gradients come in other layouts, as attention kernels leave them."""
+    from egmla_megatron.attention.gate_heads_cuda import gate_heads
+    from egmla_megatron.attention.head_sizes import HeadSizes
+
+    widths = HeadSizes(*sizes)
+    tokens, columns = sequence * batch, heads * (widths.nope + widths.v)
+    given = random_gate_norm(tokens, columns, tokens // 5 + 2, norm=norm, dtype=dtype)
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def draw(size: int) -> Tensor:
+        return torch.randn(sequence, batch, size, device="cuda", generator=generator).to(dtype).requires_grad_()
+
+    def moved(x: Tensor | None, *shape: int) -> Tensor | None:
+        return None if x is None else x.detach().cuda().view(*(shape or x.shape)).requires_grad_()
+
+    arguments = {
+        "q": draw(heads * (widths.nope + widths.rope)),
+        "up_SBN": moved(given["up_TN"], sequence, batch, columns),
+        "gate_UN": moved(given["gate_UN"]),
+        "rope_SBR": draw(widths.rope),
+        "weight_N": moved(given["weight_N"]),
+        "bias_N": moved(given["bias_N"]),
+        "row_map": given["row_map"].cuda(),
+    }
+    frequency_R = 10000.0 ** -(torch.arange(widths.rope, device="cuda") / widths.rope)
+    angles_SR = torch.arange(sequence, device="cuda")[:, None] * frequency_R
+
+    def run(function: object, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        query, key, value = function(**tensors, angles_SR=angles_SR, eps=1e-5, gate="mul", heads=heads, sizes=widths)  # type: ignore[operator]
+        return query.transpose(0, 1), key.permute(1, 2, 0, 3), value.transpose(0, 2)
+
+    exact = in_float64(arguments, "cuda")
+    poison()
+    got, expected = run(gate_heads, arguments), run(plain_gate_heads, exact)
+    poison()
+    found = gradients(got, leaves(arguments))
+    pairs = [*zip(got, expected, strict=True), *zip(found, gradients(expected, leaves(exact)), strict=True)]
+    for mine, theirs in pairs:
+        assert_close(mine, theirs, ERROR[dtype])
+    again = gradients(run(gate_heads, arguments), leaves(arguments))
     assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))

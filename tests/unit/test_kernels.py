@@ -9,6 +9,7 @@ from tests.kernels import (
     gradients,
     in_float64,
     leaves,
+    plain_gate_heads,
     plain_gate_norm,
     plain_latent_norm,
     plain_split_heads,
@@ -19,7 +20,8 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("there is a GPU: tests/gpu has these", allow_module_level=True)
 
-from egmla_megatron.attention.gate_norm_cuda import KERNEL_GATES, gate_norm
+from egmla_megatron.attention.gate_heads_cuda import gate_heads, gate_norm
+from egmla_megatron.attention.gate_norm_cuda import KERNEL_GATES
 from egmla_megatron.attention.head_sizes import HeadSizes
 from egmla_megatron.attention.latent_norm_cuda import TILE, TILES, latent_norm
 from egmla_megatron.attention.split_heads_cuda import split_heads
@@ -63,6 +65,40 @@ def test_split_heads(sizes: HeadSizes) -> None:
     pairs += zip(gradients(got, leaves(arguments)), gradients(expected, leaves(exact)), strict=True)
     for mine, theirs in pairs:
         torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=2e-4)  # cos of 1000 radians in fp32
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("gate", KERNEL_GATES)
+@pytest.mark.parametrize("sizes", [HeadSizes(6, 4, 5), HeadSizes(8, 2, 8)])
+def test_gate_heads(gate: str, norm: bool, sizes: HeadSizes) -> None:
+    """Gradients come in other layouts, as attention kernels leave them, or with gaps."""
+    generator = torch.Generator().manual_seed(0)
+    sequence, batch, heads = 25, 3, 3
+    given = random_gate_norm(sequence * batch, heads * (sizes.nope + sizes.v), 9, norm=norm)
+    arguments = {
+        "q": torch.randn(sequence, batch, heads * (sizes.nope + sizes.rope), generator=generator).requires_grad_(),
+        "up_SBN": given["up_TN"].detach().view(sequence, batch, -1).requires_grad_(),
+        "gate_UN": given["gate_UN"],
+        "rope_SBR": torch.randn(sequence, batch, sizes.rope, generator=generator).requires_grad_(),
+        "weight_N": given["weight_N"],
+        "bias_N": given["bias_N"],
+    }
+    angles_SR = torch.rand(sequence, sizes.rope, generator=generator) * 10
+
+    def run(function, **given_tensors):
+        angles = angles_SR.to(given_tensors["q"].dtype)
+        query, key, value = function(
+            **given_tensors, row_map=given["row_map"], angles_SR=angles, eps=1e-5, gate=gate, heads=heads, sizes=sizes
+        )
+        return query.transpose(0, 1), key.transpose(1, 2), value.transpose(2, 3)
+
+    exact = in_float64(arguments)
+    got, expected = run(gate_heads, **arguments), run(plain_gate_heads, **exact)
+    pairs = [*zip(got, expected, strict=True)]
+    pairs += zip(gradients(got, leaves(arguments)), gradients(expected, leaves(exact)), strict=True)
+    assert len(pairs) == 3 + 4 + 2 * norm
+    for mine, theirs in pairs:
+        torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=5e-5)
 
 
 @pytest.mark.parametrize(("latent", "rope"), [(16, 4), (48, 6), (5, 3)])

@@ -25,6 +25,8 @@ __all__ = [
     "cross_entropy_forward",
     "gate_backward",
     "gate_forward",
+    "gate_heads_backward",
+    "gate_heads_forward",
     "latent_norm_backward",
     "latent_norm_forward",
     "linear_input_gradient",
@@ -175,6 +177,18 @@ def gate_backward(sizes: Sizes) -> Cost:
     weights = 3 if sizes.model.gate_norm else 0
     elements = (3 * sizes.tokens + 2 * sizes.rows + weights) * sizes.kv_width
     return Cost(sizes.element_bytes * elements + _INT64 * (2 * sizes.tokens + sizes.rows + 1))
+
+
+def gate_heads_forward(sizes: Sizes) -> Cost:
+    """What `gate_forward` and `split_heads` read, once -> queries, keys, values."""
+    both = gate_forward(sizes).bytes + split_heads(sizes).bytes
+    return Cost(both - 2 * sizes.element_bytes * sizes.tokens * sizes.kv_width)
+
+
+def gate_heads_backward(sizes: Sizes) -> Cost:
+    """The same the other way round."""
+    both = gate_backward(sizes).bytes + split_heads(sizes).bytes
+    return Cost(both - 2 * sizes.element_bytes * sizes.tokens * sizes.kv_width)
 
 
 def split_heads(sizes: Sizes) -> Cost:

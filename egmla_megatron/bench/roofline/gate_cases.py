@@ -1,4 +1,8 @@
-"""Gate with its LayerNorm, and the heads' queries, keys and values: our kernels and the same by single operations."""
+"""Gate with its LayerNorm, and the heads' queries, keys and values: our kernels and the same by single operations.
+
+Where the model's gate has a kernel, gate and heads are one function; those of each alone, which run under recomputation
+and tensor parallelism, stand beside it.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +56,7 @@ def gate_cases(sizes: Sizes, *, triton: bool, buffers: Buffers) -> list[Case]:
 
     if not (triton and gate.kernel):
         return forward_and_backward(_gate(sizes, by_operations, BY_OPERATIONS, buffers))
-    from egmla_megatron.attention.gate_norm_cuda import gate_norm
+    from egmla_megatron.attention.gate_heads_cuda import gate_norm
 
     name = gate.kernel
 
@@ -62,9 +66,41 @@ def gate_cases(sizes: Sizes, *, triton: bool, buffers: Buffers) -> list[Case]:
         return gate_norm(up_SBN.flatten(0, 1), gate_UN, row_map, weight, bias, eps, name).view_as(up_SBN)
 
     return [
-        *forward_and_backward(_gate(sizes, by_kernel, "our kernel", buffers)),
+        *forward_and_backward(_gate_heads(sizes, name, buffers)),
+        *forward_and_backward(_gate(sizes, by_kernel, "our kernel", buffers, counted=False)),
         *forward_and_backward(_gate(sizes, by_operations, BY_OPERATIONS, buffers, counted=False)),
     ]
+
+
+def _gate_heads(sizes: Sizes, gate: str, buffers: Buffers) -> Differentiable:
+    """Inputs are those of the gate and of the heads, but for what one would hand to the other."""
+    from egmla_megatron.attention.gate_heads_cuda import gate_heads
+
+    gated = _gate(sizes, None, "", buffers)
+    split = _heads(sizes, None, "", buffers)
+    heads, eps = sizes.model.num_attention_heads, sizes.model.gate_norm_eps
+
+    def inputs() -> tuple[Tensor, ...]:
+        q, _, rope_SBR, angles_SR = split.inputs()
+        return (q, rope_SBR, angles_SR, *gated.inputs())
+
+    def run(
+        q: Tensor, rope_SBR: Tensor, angles_SR: Tensor, up_SBN: Tensor, gate_UN: Tensor, row_map: Tensor,
+        weight: Tensor | None = None, bias: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        return gate_heads(q, up_SBN, gate_UN, rope_SBR, weight, bias, row_map, angles_SR, eps, gate, heads, sizes.heads)
+
+    half = sizes.heads.rope // 2
+    return Differentiable(
+        kernel=f"gate{', LayerNorm' if sizes.model.gate_norm else ''} and heads with RoPE, our kernels",
+        count=sizes.model.num_layers,
+        costs=(cost.gate_heads_forward(sizes), cost.gate_heads_backward(sizes)),
+        function=run,
+        inputs=inputs,
+        gradients=split.gradients,
+        forward_reads=lambda found: (*found[:2], found[2][:, :half], *gated.forward_reads(found[3:])),
+        backward_reads=lambda found: (found[2][:, :half], *gated.backward_reads(found[3:])),
+    )
 
 
 def _gate(sizes: Sizes, function: Any, how: str, buffers: Buffers, *, counted: bool = True) -> Differentiable:
@@ -93,14 +129,17 @@ def heads_cases(sizes: Sizes, *, triton: bool, buffers: Buffers) -> list[Case]:
     """Rows of what attention reads, from the projections: RoPE, the shared key handed to all heads, values apart.
 
     Args:
-        triton: our kernel computes them; single operations then stand beside it for comparison.
+        triton: our kernel computes them, or together with the gate; single operations then stand beside it for
+            comparison.
     """
+    model = sizes.model
+    alone = not (model.gated and GATES[model.gate].kernel)
     if not triton:
         return forward_and_backward(_heads(sizes, split_by_operations, BY_OPERATIONS, buffers))
     from egmla_megatron.attention.split_heads_cuda import split_heads
 
     return [
-        *forward_and_backward(_heads(sizes, split_heads, "our kernel", buffers)),
+        *forward_and_backward(_heads(sizes, split_heads, "our kernel", buffers, counted=alone)),
         *forward_and_backward(_heads(sizes, split_by_operations, BY_OPERATIONS, buffers, counted=False)),
     ]
 

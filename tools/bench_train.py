@@ -20,11 +20,11 @@ from egmla_megatron.bench.schedule import Schedule
 from egmla_megatron.bench.train_variants import VARIANTS, choose_variants, train_config
 from egmla_megatron.cli import CommandParser, run_main
 from egmla_megatron.config.check import check_config
-from egmla_megatron.environment import whole_number
+from egmla_megatron.environment import gpu_count, whole_number
 from egmla_megatron.errors import UserError
 from egmla_megatron.folders import refuse_unwritable_file
 from egmla_megatron.quiet import quiet_libraries
-from egmla_megatron.train.machine import check_machine, gpu_count
+from egmla_megatron.train.machine import check_machine
 
 
 def main() -> int:

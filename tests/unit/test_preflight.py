@@ -13,6 +13,7 @@ import pytest
 
 from egmla_megatron.checkpoint.manifest import Manifest, checkpoint_path, mark_complete
 from egmla_megatron.config.load import architecture, load_config, to_dict
+from egmla_megatron.environment import gpu_count
 from egmla_megatron.errors import UserError
 from egmla_megatron.train import machine
 from egmla_megatron.train.main import main
@@ -258,7 +259,7 @@ def test_what_the_machine_lacks(
 def test_the_driver_counts_the_gpus_that_torch_counts() -> None:
     import torch
 
-    assert machine.gpu_count() == torch.cuda.device_count()
+    assert gpu_count() == torch.cuda.device_count()
 
 
 def test_checking_needs_no_torch(trial: Trial, root: Path) -> None:

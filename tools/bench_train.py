@@ -3,7 +3,8 @@
     python -m egmla_megatron.launch --standalone --nproc-per-node 1 tools/bench_train.py CONFIG \\
         --variants base mla graph mla+graph mine:model.kv_lora_rank=128 [section.key=value ...]
 
-The first variant is what the others are compared with. What reporting costs: `--variants base reported
+The first variant is what the others are compared with; without `graph` or an override every operation is launched by
+the host, whatever CONFIG says of train.cuda_graph. What reporting costs: `--variants base reported
 reported+no_step_times --rounds 6` (steps alone, with everything the trainer reports through the sinks of `logging`, and
 that without the split of the step's time). A Markdown table comes last on stdout; --json writes {hardware,
 software, commit, command, rows}. Exit code 2 on a user's mistake.

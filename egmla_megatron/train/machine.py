@@ -27,7 +27,9 @@ def check_machine(cfg: RunConfig) -> None:
                 "on a GPU machine (EGMLA_EXTRAS=dev,te)"
             )
     if cfg.train.cuda_graph and not gpus:
-        raise UserError("train.cuda_graph: got true, allowed false without a CUDA device; set train.cuda_graph=false")
+        raise UserError(
+            "train.cuda_graph: got true, allowed false and auto without a CUDA device; set train.cuda_graph=auto"
+        )
     if 0 < gpus < ranks:
         raise UserError(
             f"ranks of this machine: got {ranks}, allowed up to {gpus}, one for each GPU; start fewer "

@@ -240,6 +240,8 @@ def test_a_launcher_variable_that_is_no_number(
         (False, 0, "2", [], ""),
         (True, 0, "2", ["train.cuda_graph=true"], "train.cuda_graph: got true"),
         (True, 2, "2", ["train.cuda_graph=true"], ""),
+        (True, 0, "2", ["train.cuda_graph=auto"], ""),
+        (True, 2, "2", ["train.cuda_graph=auto"], ""),
     ],
 )
 def test_what_the_machine_lacks(
@@ -248,7 +250,7 @@ def test_what_the_machine_lacks(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     monkeypatch.setattr(machine, "gpu_count", lambda: gpus)
     monkeypatch.setattr(machine.importlib.util, "find_spec", lambda _: object() if installed else None)
-    cfg = load_config("quickstart", overrides)
+    cfg = load_config("quickstart", overrides, gpu=gpus > 0)
     if not message:
         machine.check_machine(cfg)
         return

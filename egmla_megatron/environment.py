@@ -1,12 +1,26 @@
-"""Numbers in environment variables: they come from people and from launchers, so they may be anything."""
+"""What a process finds around it: GPUs, and numbers in environment variables, which people and launchers set, so that
+they may be anything."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 
 from egmla_megatron.errors import UserError
 
-__all__ = ["whole_number"]
+__all__ = ["gpu_count", "whole_number"]
+
+
+def gpu_count() -> int:
+    """GPUs that CUDA shows to this process; the driver itself is asked, which knows CUDA_VISIBLE_DEVICES."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0  # no driver, no GPU
+    count = ctypes.c_int()
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return 0
+    return count.value
 
 
 def whole_number(name: str, default: int, least: int) -> int:

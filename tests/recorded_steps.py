@@ -14,7 +14,8 @@ from egmla_megatron.config.schema import RunConfig
 __all__ = ["RecordedStep", "recorded_steps"]
 
 OWN_MASTER_WEIGHTS = "optimizer.fused_master_weights=false"  # of megatron-core, in all runs before speed_one_gpu.json
-BEFORE = ["parallel.unique_ids=false", OWN_MASTER_WEIGHTS]  # runs before distinct ids and kernels
+# runs before distinct ids, kernels and CUDA graphs
+BEFORE = ["parallel.unique_ids=false", "train.cuda_graph=false", OWN_MASTER_WEIGHTS]
 LAYOUTS = {  # end of a name in layouts_two_gpus.json -> settings
     "gate_group_2_overlap_grad_reduce_true_overlap_param_gather_true": ["parallel.gate_group=2"],
     "pipeline_2": [

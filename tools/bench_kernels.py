@@ -17,8 +17,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from egmla_megatron.bench.roofline.options import kernel_bench
 from egmla_megatron.cli import CommandParser, run_main
+from egmla_megatron.environment import gpu_count
 from egmla_megatron.quiet import quiet_libraries
-from egmla_megatron.train.machine import check_machine, gpu_count
+from egmla_megatron.train.machine import check_machine
 
 
 def main() -> int:

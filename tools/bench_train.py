@@ -3,7 +3,8 @@
     python -m egmla_megatron.launch --standalone --nproc-per-node 1 tools/bench_train.py CONFIG \\
         --variants base mla graph mla+graph mine:model.kv_lora_rank=128 [section.key=value ...]
 
-The first variant is what the others are compared with. What reporting costs: `--variants base reported
+The first variant is what the others are compared with; without `graph` or an override every operation is launched by
+the host, whatever CONFIG says of train.cuda_graph. What reporting costs: `--variants base reported
 reported+no_step_times --rounds 6` (steps alone, with everything the trainer reports through the sinks of `logging`, and
 that without the split of the step's time). A Markdown table comes last on stdout; --json writes {hardware,
 software, commit, command, rows}. Exit code 2 on a user's mistake.
@@ -20,11 +21,11 @@ from egmla_megatron.bench.schedule import Schedule
 from egmla_megatron.bench.train_variants import VARIANTS, choose_variants, train_config
 from egmla_megatron.cli import CommandParser, run_main
 from egmla_megatron.config.check import check_config
-from egmla_megatron.environment import whole_number
+from egmla_megatron.environment import gpu_count, whole_number
 from egmla_megatron.errors import UserError
 from egmla_megatron.folders import refuse_unwritable_file
 from egmla_megatron.quiet import quiet_libraries
-from egmla_megatron.train.machine import check_machine, gpu_count
+from egmla_megatron.train.machine import check_machine
 
 
 def main() -> int:

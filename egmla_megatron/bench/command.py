@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from egmla_megatron.bench.nodes import NODE_MARK, run_nodes
 from egmla_megatron.bench.options import BenchOptions, parse_options
 from egmla_megatron.bench.plan import BenchPlan, make_plan
-from egmla_megatron.environment import whole_number
+from egmla_megatron.environment import gpu_count, whole_number
 from egmla_megatron.errors import UserError
 from egmla_megatron.quiet import quiet_libraries
-from egmla_megatron.train.machine import check_machine, gpu_count
+from egmla_megatron.train.machine import check_machine
 from egmla_megatron.train.main import ALONE_AFTER_S
 
 __all__ = ["main"]

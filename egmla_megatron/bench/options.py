@@ -145,7 +145,8 @@ def parse_options(arguments: Sequence[str]) -> BenchOptions:
 
 
 def base_config(options: BenchOptions, ranks: int, *, cuda: bool, steps: int) -> RunConfig:
-    """The configuration that all variants share: one micro-batch a step on `ranks` data-parallel ranks.
+    """The configuration that all variants share: one micro-batch a step on `ranks` data-parallel ranks, no CUDA graph
+    unless an override asks for one, whatever --config says.
 
     Args:
         steps: training steps of one variant.
@@ -153,7 +154,7 @@ def base_config(options: BenchOptions, ranks: int, *, cuda: bool, steps: int) ->
     Raises:
         UserError: the configuration has no tables, or lays the model itself over the ranks.
     """
-    model = load_config(options.config, options.overrides)
+    model = load_config(options.config, options.overrides, gpu=cuda)
     settings = {
         "run.seed": options.seed,
         "data.train": f"[{options.data}]",
@@ -163,6 +164,7 @@ def base_config(options: BenchOptions, ranks: int, *, cuda: bool, steps: int) ->
         "train.micro_batch_size": options.sequences,
         "train.global_batch_size": options.sequences * ranks,
         "train.steps": steps,
+        "train.cuda_graph": False,
         "optimizer.schedule": "constant",
         "optimizer.warmup_steps": 0,
         "optimizer.distributed": options.distributed_optimizer,
@@ -175,7 +177,7 @@ def base_config(options: BenchOptions, ranks: int, *, cuda: bool, steps: int) ->
     if not cuda:  # bf16 is slow there, and loader processes would take the cores of the ranks
         settings |= {"train.precision": "fp32", "data.num_workers": 0}
     own = [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in settings.items()]
-    cfg = load_config(options.config, [*own, *options.overrides])
+    cfg = load_config(options.config, [*own, *options.overrides], gpu=cuda)
     if not cfg.model.gated:
         _refuse("--config", options.config, "a model with gating tables", "choose an eg_mla model")
     sizes = (cfg.parallel.tensor, cfg.parallel.pipeline, cfg.parallel.context)

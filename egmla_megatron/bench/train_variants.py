@@ -74,15 +74,18 @@ def choose_variants(names: Sequence[str]) -> tuple[TrainVariant, ...]:
 def train_config(
     config: str, overrides: Sequence[str], variant: TrainVariant, schedule: Schedule, *, cuda: bool
 ) -> RunConfig:
-    """The run of a variant: constant learning rate, no validation, synthetic ids unless data.train is overridden."""
+    """The run of a variant: constant learning rate, no validation, synthetic ids unless data.train is overridden, no
+    CUDA graph unless an override or the variant asks for one, whatever `config` says."""
     own = {
         "data.train": "[]",
         "data.valid": "[]",
         "data.cache_dir": str(Path(tempfile.gettempdir(), "egmla-bench-train")),
         "train.steps": str(schedule.total),
+        "train.cuda_graph": "false",
         "optimizer.schedule": "constant",
         "optimizer.warmup_steps": "0",
     }
     if not cuda:
         own |= {"train.precision": "fp32", "data.num_workers": "0"}
-    return load_config(config, [*(f"{key}={value}" for key, value in own.items()), *overrides, *variant.settings])
+    settings = [*(f"{key}={value}" for key, value in own.items()), *overrides, *variant.settings]
+    return load_config(config, settings, gpu=cuda)

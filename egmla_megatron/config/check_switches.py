@@ -5,15 +5,16 @@ from __future__ import annotations
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.config.workable import refuse
 
-__all__ = ["check_switches"]
+__all__ = ["check_switches", "graph_obstacles"]
 
 
-def _check_graph(cfg: RunConfig) -> None:
-    """A captured step repeats what the host did once, which must be what it would do for any step."""
-    if not cfg.train.cuda_graph:
-        return
+def graph_obstacles(cfg: RunConfig) -> dict[str, tuple[object, object]]:
+    """What is set that `train.cuda_graph` rules out: section.key -> (value, the one that is allowed).
+
+    A captured step repeats what the host did once, which must be what it would do for any step.
+    """
     model = cfg.model
-    found = {
+    table: dict[str, tuple[object, object]] = {
         "parallel.pipeline": (cfg.parallel.pipeline, 1),
         # captured, their collectives and the gate group's waited for each other forever on two GPUs
         "parallel.tensor": (cfg.parallel.tensor, 1),
@@ -23,11 +24,16 @@ def _check_graph(cfg: RunConfig) -> None:
         "model.attention_dropout": (model.attention_dropout, 0.0),
         "run.deterministic": (cfg.run.deterministic, False),
     }
-    for name, (got, allowed) in found.items():
-        if got != allowed:
-            value = str(allowed).lower()
-            fix = f"set train.cuda_graph=false or {name}={value}"
-            refuse(f"train.cuda_graph captures whole steps, which is not supported with {name}", got, value, fix)
+    return {name: (got, allowed) for name, (got, allowed) in table.items() if got != allowed}
+
+
+def _check_graph(cfg: RunConfig) -> None:
+    if not cfg.train.cuda_graph:
+        return
+    for name, (got, allowed) in graph_obstacles(cfg).items():
+        value = str(allowed).lower()
+        fix = f"set train.cuda_graph=false or {name}={value}"
+        refuse(f"train.cuda_graph captures whole steps, which is not supported with {name}", got, value, fix)
 
 
 def _check_fp8(cfg: RunConfig) -> None:

@@ -15,8 +15,10 @@ from typing import Any, NamedTuple, get_type_hints
 import yaml
 
 from egmla_megatron.config.architecture import architecture, architecture_difference
+from egmla_megatron.config.check_switches import graph_obstacles
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.config.values import convert
+from egmla_megatron.environment import gpu_count
 from egmla_megatron.errors import UserError
 
 __all__ = ["architecture", "architecture_difference", "dump_yaml", "from_dict", "load_config", "to_dict"]
@@ -24,6 +26,7 @@ __all__ = ["architecture", "architecture_difference", "dump_yaml", "from_dict", 
 _CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 _NAMED_FOLDERS = ("run", "model")
 _SECTIONS: dict[str, type] = get_type_hints(RunConfig)
+_GRAPH = ("train", "cuda_graph")  # a bool, for which files and overrides may also say auto
 
 
 class _Value(NamedTuple):
@@ -53,28 +56,58 @@ def _mapping_without_duplicates(loader: _TextLoader, node: yaml.MappingNode) -> 
 _TextLoader.add_constructor("tag:yaml.org,2002:map", _mapping_without_duplicates)
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(path: str | Path, overrides: Sequence[str] = (), *, gpu: bool | None = None) -> RunConfig:
     """Returns the configuration in `path` with `overrides` applied.
 
     `path` is a YAML file, or the bare name of one in configs/run or configs/model. Each override reads
-    `section.key=value`. Raises UserError for a missing or empty file, one without a model, an unknown section or
-    key, or a wrong type.
+    `section.key=value`. `train.cuda_graph: auto` becomes true where the run has a GPU and nothing rules it out; `gpu`
+    says whether it has one, None: as the driver of this machine does. Raises UserError for a missing or empty file,
+    one without a model, an unknown section or key, or a wrong type.
     """
     found = _find(path)
     values = _read_file(found, ())
     for override in overrides:
         values.update([_parse_override(override)])
+    automatic = _take_auto(values)
     config = _build(values)
     if not any(section == "model" for section, _ in values):  # or the default model would be trained unasked
         raise UserError(
             f"{found}: got no section model, neither in it nor in its includes; allowed: a file that says what to "
             "build; include one of configs/model, or give model.KEY=VALUE"
         )
-    return config
+    return _choose_graph(config, gpu) if automatic else config
+
+
+def _take_auto(values: _Values) -> bool:
+    """Whether `train.cuda_graph` is auto, which is then no longer among `values`: it depends on the others.
+
+    Raises:
+        UserError: it is none of the three that it may be.
+    """
+    asked = values.get(_GRAPH)
+    if asked is None:
+        return False
+    if isinstance(asked.value, str) and asked.value.lower() == "auto":
+        del values[_GRAPH]
+        return True
+    try:
+        convert(asked.value, bool)
+    except ValueError as error:
+        raise UserError(f"{asked.origin}: train.cuda_graph: got {asked.value!r}; allowed: true, false, auto") from error
+    return False
+
+
+def _choose_graph(config: RunConfig, gpu: bool | None) -> RunConfig:
+    """The driver is asked only where its answer decides."""
+    graph = not graph_obstacles(config) and (gpu_count() > 0 if gpu is None else gpu)
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, cuda_graph=graph))
 
 
 def from_dict(data: Mapping[str, Mapping[str, Any]], origin: str = "configuration") -> RunConfig:
-    """Inverse of `to_dict`; missing sections and keys take their defaults. Raises UserError like `load_config`."""
+    """Inverse of `to_dict`; missing sections and keys take their defaults.
+
+    Raises UserError like `load_config`, also for auto as `train.cuda_graph`: what was loaded holds what was chosen.
+    """
     return _build(_flatten(data, origin))
 
 
@@ -88,7 +121,7 @@ def to_dict(config: RunConfig) -> dict[str, dict[str, Any]]:
 
 
 def dump_yaml(config: RunConfig) -> str:
-    """Returns YAML that `load_config` reads back to an equal configuration."""
+    """Returns YAML that `load_config` reads back to an equal configuration, on any machine."""
     return yaml.safe_dump(to_dict(config), sort_keys=False, width=120)
 
 

@@ -103,7 +103,8 @@ class TrainConfig:
     eval_interval: int = 500  # steps between evaluations, 0: only at the end
     eval_batches: int = 20  # global batches per evaluation
     recompute: Recompute = "none"
-    # forward and backward of a step as one CUDA graph: the host, often slower than the GPU, only replays it
+    # forward and backward of a step as one CUDA graph: the host, often slower than the GPU, only replays it; files and
+    # overrides may say auto: true on a GPU, unless another setting rules it out (check_switches.py: graph_obstacles)
     cuda_graph: bool = False
     max_bad_steps: int = 10  # stop after so many steps with NaN/Inf loss or gradients in a row
     exit_after_steps: int = 0  # stop cleanly after so many steps of this start (saved if checkpoint.at_end), 0: never

@@ -60,8 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _config(arguments: argparse.Namespace) -> RunConfig:
-    return load_config(arguments.config, arguments.overrides)
+def _config(arguments: argparse.Namespace, *, gpu: bool | None = None) -> RunConfig:
+    """`gpu` as in `load_config`; False where nothing depends on it, so that no driver is asked: on a node that is
+    looked at, or whose run has crashed, it may hang."""
+    return load_config(arguments.config, arguments.overrides, gpu=gpu)
 
 
 def _fit(arguments: argparse.Namespace) -> int:
@@ -87,15 +89,15 @@ def _fit(arguments: argparse.Namespace) -> int:
 def _nodes(arguments: argparse.Namespace) -> int:
     os.environ.update(LOCAL_WORLD_SIZE=str(arguments.ranks))
     token = f".egmla_nodes_{arguments.job}_{arguments.restart}"
-    return check_nodes(_config(arguments), arguments.nodes, arguments.port, token)
+    return check_nodes(_config(arguments, gpu=False), arguments.nodes, arguments.port, token)
 
 
 def _begin(arguments: argparse.Namespace) -> int:
     """Claims the run folder, closes what an earlier launch left open, and records this one."""
-    cfg = _config(arguments)
+    cfg = _config(arguments, gpu=False)
     folder = Path(cfg.run.dir)
     if not (folder / "config.yaml").is_file():
-        write_config(cfg)
+        write_config(_config(arguments))
     lock_run_dir(folder).close()  # another job there is found now, not after the start of all ranks
     tail, launches = read_tail(folder), read_launches(folder)
     if launches and launches[-1].is_open:
@@ -117,7 +119,7 @@ def _begin(arguments: argparse.Namespace) -> int:
 
 def _end(arguments: argparse.Namespace) -> int:
     """Records how the launch ended; the exit code says what the script does now (see verdict.py)."""
-    folder = Path(_config(arguments).run.dir)
+    folder = Path(_config(arguments, gpu=False).run.dir)
     launches = read_launches(folder)
     mine = [launch for launch in launches if (launch.job, launch.restart) == (arguments.job, arguments.restart)]
     last = mine[-1]  # not the last of all: another job may have come and been refused meanwhile

@@ -18,9 +18,9 @@ from typing import Any
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.data.blend import parse_blend
 from egmla_megatron.data.verify import verify_prefix
-from egmla_megatron.environment import whole_number
+from egmla_megatron.environment import gpu_count, whole_number
 from egmla_megatron.errors import UserError
-from egmla_megatron.train.machine import check_machine, gpu_count
+from egmla_megatron.train.machine import check_machine
 
 __all__ = ["BUSY_MIB", "gather_facts", "node_name"]
 

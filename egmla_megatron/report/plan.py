@@ -52,9 +52,9 @@ def make_plan(
 
     With `world_size` the parallel layout is checked and added as `layout`, with the memory of the rank that needs most
     (on GPUs) and the bytes it sends; with `hardware` what fits, how long a step and the run take. Raises UserError on
-    bad input.
+    bad input. The run is planned as on GPUs, whatever this machine has.
     """
-    cfg = load_config(config, overrides)
+    cfg = load_config(config, overrides, gpu=True)
     check_model(cfg.model)
     plan = _plan_of_model(cfg)
     if world_size is not None:
@@ -71,7 +71,7 @@ def make_comparison(
 
 def make_search(config: str | Path, overrides: Sequence[str], gpus: int, hardware: Hardware) -> dict[str, Any]:
     """Layouts that fit, best first, as plain data. Raises UserError on bad input."""
-    cfg = load_config(config, overrides)
+    cfg = load_config(config, overrides, gpu=True)
     check_model(cfg.model)
     te, triton = _on_gpus(cfg)
     found = search_layouts(cfg, gpus, hardware.card, hardware.cluster, te=te, triton=triton)
@@ -147,6 +147,7 @@ def _plan_of_layout(cfg: RunConfig, layout: Layout, hardware: Hardware | None) -
         "memory_worst_stage": stage,
         "memory_assumes": f"layers by {'te' if te else 'torch'}, kernels {'triton' if triton else 'torch'}",
         "recompute": cfg.train.recompute,
+        "cuda_graph": cfg.train.cuda_graph,
         "activations_bytes_by_recompute": activations,
         "distributed_optimizer": cfg.optimizer.distributed,
         "optimizer_bytes": {

@@ -109,7 +109,8 @@ def _time(plan: dict[str, Any]) -> list[str]:
     gpus = plan["layout"]["world_size"]
     if found is None:
         return [f"no estimate of the step time: {plan['estimate_missing']}"]
-    lines = [f"a step of {found['tokens_per_step']:,d} tokens on {gpus} {card['name']}, estimated"]
+    how = "passes as one CUDA graph, " if plan["cuda_graph"] else ""
+    lines = [f"a step of {found['tokens_per_step']:,d} tokens on {gpus} {card['name']}, {how}estimated"]
     needs = {
         "matrix arithmetic": found["matrix_s"],
         "memory traffic": found["memory_s"],

@@ -36,6 +36,7 @@ EVENTS: dict[str, dict[str, str]] = {
         "implementation": "whose layers: te or torch",
         "attention_backend": "the attention kernel",
         "kernels": "of gate and heads: triton or torch",
+        "cuda_graph": "whether forward and backward of a step are one CUDA graph",
         "precision": "bf16 or fp32",
         "layout": "ranks along tp, pp, cp, dp, gate group; micro-batches",
         "active_params": "parameters without gating tables",

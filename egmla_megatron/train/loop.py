@@ -254,6 +254,7 @@ class Trainer:
                 "implementation": self.run_.built.implementation,
                 "attention_backend": self.run_.built.attention_backend,
                 "kernels": self.run_.built.kernels,
+                "cuda_graph": self.graph is not None,
                 "precision": self.cfg.train.precision,
                 "layout": asdict(self.world.layout),
                 "active_params": counts.active,

@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 
 from egmla_megatron.config.schema import RunConfig
-from egmla_megatron.environment import whole_number
+from egmla_megatron.environment import gpu_count, whole_number
 from egmla_megatron.errors import UserError
 
-__all__ = ["check_machine", "gpu_count"]
-
-
-def gpu_count() -> int:
-    """GPUs that CUDA shows to this process; the driver itself is asked, which knows CUDA_VISIBLE_DEVICES."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return 0  # no driver, no GPU
-    count = ctypes.c_int()
-    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
-        return 0
-    return count.value
+__all__ = ["check_machine"]
 
 
 def check_machine(cfg: RunConfig) -> None:
@@ -40,7 +27,9 @@ def check_machine(cfg: RunConfig) -> None:
                 "on a GPU machine (EGMLA_EXTRAS=dev,te)"
             )
     if cfg.train.cuda_graph and not gpus:
-        raise UserError("train.cuda_graph: got true, allowed false without a CUDA device; set train.cuda_graph=false")
+        raise UserError(
+            "train.cuda_graph: got true, allowed false and auto without a CUDA device; set train.cuda_graph=auto"
+        )
     if 0 < gpus < ranks:
         raise UserError(
             f"ranks of this machine: got {ranks}, allowed up to {gpus}, one for each GPU; start fewer "

@@ -71,7 +71,8 @@ class Console:
         return (
             f"start    step {e['step']} of {e['total_steps']}, {resumed}; {e['world_size']} x {e['device']}, "
             f"layers by {e['implementation']}, attention {e['attention_backend']}, kernels {e['kernels']}, "
-            f"{e['active_params'] / 1e6:.1f}M active + {e['gate_table_params'] / 1e6:.1f}M table parameters, "
+            + ("passes as one CUDA graph, " if e["cuda_graph"] else "")
+            + f"{e['active_params'] / 1e6:.1f}M active + {e['gate_table_params'] / 1e6:.1f}M table parameters, "
             + _ranks(e["layout"])
         )
 

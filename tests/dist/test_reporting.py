@@ -58,6 +58,7 @@ def test_a_slow_rank_of_a_gate_group(tmp_path: Path) -> None:
     assert all(step["time_exchange_s"] > 0 for step in events(run, "step"))
     assert events(run, "profile") == []  # of rank 0's traces only
     assert_documented(run, {"start", "step", "eval", "checkpoint", "end"})
+    assert events(run, "start")[0]["cuda_graph"] is False and "CUDA graph" not in output
     assert_phases(run)
     assert_tensorboard(run)
     assert_trace(run / "profile", SLOW)

@@ -15,18 +15,20 @@ from tests.tiny import write_run
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 
-@pytest.mark.parametrize("graph", [False, True])
-def test_a_run_on_one_gpu(tmp_path: Path, graph: bool) -> None:
+@pytest.mark.parametrize(("setting", "graph"), [("false", False), ("auto", True)])
+def test_a_run_on_one_gpu(tmp_path: Path, setting: str, graph: bool) -> None:
     config, run = write_run(
         tmp_path,
         "run",
         BASE,
-        train={"steps": 8, "precision": "bf16", "cuda_graph": graph},
+        train={"steps": 8, "precision": "bf16"},
         optimizer={"distributed": True, "lr": 1e-3, "warmup_steps": 1},
         profile={"steps": (6, 7)},
         checkpoint={"interval_steps": 0, "at_end": False},
     )
-    start_trainer(1, tmp_path / "log", config).succeed()
+    output = start_trainer(1, tmp_path / "log", config, f"train.cuda_graph={setting}").succeed()
+    assert events(run, "start")[0]["cuda_graph"] is graph
+    assert ("passes as one CUDA graph" in output) is graph
     steps = events(run, "step")
     assert len(steps) == 8
     for step in steps:

@@ -35,6 +35,13 @@ def test_options_reach_the_configuration() -> None:
     assert ddp_config(tiny_run()).grad_reduce_in_fp32
 
 
+@pytest.mark.parametrize(("override", "graph"), [([], False), (["true"], True), (["auto"], True), (["false"], False)])
+def test_a_graph_is_measured_only_where_it_is_asked_for(override: list[str], graph: bool) -> None:
+    words = ["--config", "pretrain_base", *(f"train.cuda_graph={value}" for value in override)]
+    plan = make_plan(parse_options(words), 2, cuda=True)
+    assert {cfg.train.cuda_graph for cfg in plan.configs.values()} == {graph}
+
+
 def test_a_cpu_computes_in_fp32_unless_told_otherwise() -> None:
     assert base_config(parse_options([]), 2, cuda=False, steps=9).train.precision == "fp32"
     told = base_config(parse_options(["train.precision=bf16"]), 2, cuda=False, steps=9)

@@ -35,6 +35,21 @@ def test_variants_are_settings_by_name() -> None:
     assert cfg.model.kv_lora_rank == 7 and cfg.train.steps == 4 and cfg.data.train == ()
 
 
+def test_a_graph_is_measured_only_where_it_is_asked_for(tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text("model:\n  name: x\ntrain:\n  cuda_graph: true\n")
+    for config, overrides, name, graph in (
+        ("pretrain_base", [], "base", False),
+        (str(own), [], "base", False),
+        ("pretrain_base", [], "graph", True),
+        ("pretrain_base", ["train.cuda_graph=true"], "mla", True),
+        ("pretrain_base", ["train.cuda_graph=auto"], "base", True),
+        ("pretrain_base", ["train.cuda_graph=auto"], "recompute", False),
+    ):
+        cfg = train_config(config, overrides, VARIANTS[name], Schedule(1, 2, 0), cuda=True)
+        assert cfg.train.cuda_graph is graph, (config, overrides, name)
+
+
 @pytest.mark.parametrize("words", [["mal"], ["base", "base"], ["mla+"], ["x:"], [":a=1"]])
 def test_other_names_are_refused(words: list[str]) -> None:
     with pytest.raises(UserError, match="--variants: got"):

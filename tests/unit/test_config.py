@@ -89,6 +89,10 @@ def test_override(tmp_path: Path, override: str, section: str, key: str, value: 
         ("optimizer.lr=[1]", ["finite number"]),
         ("parallel.sequence=yes", ["parallel.sequence", "'yes'", "true or false"]),
         ("parallel.sequence=1", ["true or false"]),
+        ("parallel.sequence=auto", ["parallel.sequence", "'auto'", "true or false"]),
+        ("train.cuda_graph=on", ["train.cuda_graph", "'on'", "allowed: true, false, auto"]),
+        ("train.cuda_graph=[auto]", ["train.cuda_graph", "['auto']", "allowed: true, false, auto"]),
+        ("train.cuda_graph=", ["train.cuda_graph", "''", "allowed: true, false, auto"]),
         ("model.gate=mull", ["model.gate", "'mull'", "mul, add, none"]),
         ("run.name=null", ["run.name", "''"]),
         ("data.train=[[a]]", ["data.train", "list"]),
@@ -129,6 +133,7 @@ def test_yaml_types_follow_the_field(tmp_path: Path) -> None:
         ("model: 3\n", ["config.yaml", "section model", "'3'"]),
         ("- a\n", ["config.yaml", "list", "sections"]),
         ("model: [\n", ["config.yaml", "not valid YAML"]),
+        ("train:\n  cuda_graph: maybe\n", ["config.yaml", "train.cuda_graph", "'maybe'", "true, false, auto"]),
         ("train:\n  steps: 1\n  steps: 2\n", ["config.yaml", "'steps' stands twice"]),
         ("text\n", ["config.yaml", "got a str", "sections"]),
         ("model:\n\tname: x\n", ["config.yaml", "not valid YAML", "'\\t'"]),
@@ -209,6 +214,8 @@ def test_from_dict_refuses_wrong_types() -> None:
         from_dict({"train": {"steps": 3.0}}, origin="manifest")
     with pytest.raises(UserError, match=r"parallel.sequence"):
         from_dict({"parallel": {"sequence": 1}})
+    with pytest.raises(UserError, match=r"manifest: train.cuda_graph: got 'auto'; allowed: true or false"):
+        from_dict({"train": {"cuda_graph": "auto"}}, origin="manifest")  # what was loaded holds what was chosen
 
 
 def test_architecture_ignores_what_changes_no_weight() -> None:

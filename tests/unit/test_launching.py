@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
+from egmla_megatron.config import load as load_module
 from egmla_megatron.config.load import dump_yaml, load_config
 from egmla_megatron.errors import UserError
+from egmla_megatron.launching import commands as commands_module
 from egmla_megatron.launching import facts as facts_module
 from egmla_megatron.launching import meeting as meeting_module
 from egmla_megatron.launching.compare import find_problems, find_warnings
@@ -30,7 +32,7 @@ from tests.tiny import PLAIN, tiny_model, tiny_run
 
 
 def test_a_run_fits_the_nodes_with_the_same_global_batch() -> None:
-    cfg = load_config("pretrain_1b2", ["parallel.gate_group=8"])
+    cfg = load_config("pretrain_1b2", ["parallel.gate_group=8"], gpu=True)
     four, three, one = (fit_to_nodes(cfg, nodes, 8) for nodes in (4, 3, 1))
     assert four.overrides == ("train.micro_batch_size=6",)  # 384 = 32 x 2 x 6
     assert "2 x 6 on each of 32 replicas" in four.notes[0]
@@ -45,7 +47,7 @@ def test_a_run_fits_the_nodes_with_the_same_global_batch() -> None:
 
 
 def test_nodes_that_cannot_be_used_come_with_the_nearest_that_can() -> None:
-    cfg = load_config("pretrain_1b2", ["parallel.gate_group=8"])
+    cfg = load_config("pretrain_1b2", ["parallel.gate_group=8"], gpu=False)
     with pytest.raises(UserError, match=r"got 5 with 8 ranks each.*384 does not divide over 40.*: 4 or 6; .*--nodes=6"):
         fit_to_nodes(cfg, 5, 8)
     tensor = replace(cfg, parallel=replace(cfg.parallel, tensor=16))
@@ -174,6 +176,21 @@ def test_gpus_that_no_rank_uses_are_named(monkeypatch: pytest.MonkeyPatch) -> No
     found: dict[str, Any] = {"warnings": [], "problems": []}
     facts_module._gpus(tiny_run(), found, "")
     assert found["warnings"] == ["8 GPUs are there, 1 are used (sbatch --gpus-per-node, EGMLA_NPROC)"]
+
+
+def test_a_driver_that_may_hang_is_asked_by_no_step_that_can_do_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(load_module, "gpu_count", lambda: asked.append("driver") or 8)
+    monkeypatch.setattr(commands_module, "check_nodes", lambda cfg, *_: int(cfg.train.cuda_graph))
+    words = ["--nodes", "n1", "--ranks", "1", "pretrain_base", f"run.dir={tmp_path / 'run'}"]
+    assert commands_module.main(["nodes", *words]) == 0 and not asked
+    assert commands_module.main(["begin", *words]) == 0 and len(asked) == 1
+    assert "  cuda_graph: true\n" in (tmp_path / "run" / "config.yaml").read_text()  # that of the run, not of this step
+    assert commands_module.main(["end", *words]) == 0 and len(asked) == 1
+    assert commands_module.main(["begin", *words]) == 0 and len(asked) == 1
+    assert capsys.readouterr().err.startswith("launcher: ")
 
 
 def test_a_node_without_slurms_name_is_found_by_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,8 +83,24 @@ def test_the_cache_beside_mla_and_mha() -> None:
     assert list(make_plan("mha_base")["kv_cache"]) == ["this model"]
 
 
+def test_the_plan_is_that_of_gpus_whatever_this_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("egmla_megatron.config.load.gpu_count", lambda: 0)
+    plan = make_plan("pretrain_1b2", [], 8, _hardware(8))
+    assert plan["cuda_graph"] and plan["graph_tokens_per_second"] is None and plan["estimate_error"] == 0.11
+    text = format_plan(plan)
+    assert "on 8 h100, passes as one CUDA graph, estimated" in text and "train.cuda_graph" not in text
+    eager = make_plan("pretrain_1b2", ["train.cuda_graph=false"], 8, _hardware(8))
+    assert not eager["cuda_graph"] and "on 8 h100, estimated" in format_plan(eager)
+    assert eager["graph_tokens_per_second"] == plan["estimate"]["tokens_per_second"]
+    tensor = make_plan("pretrain_1b2", ["parallel.tensor=2"], 8, _hardware(8))
+    assert not tensor["cuda_graph"] and tensor["graph_tokens_per_second"] is None
+    compared = make_comparison(["pretrain_mla_1b2", "pretrain_1b2"], [], 8, _hardware(8))["plans"]
+    assert all(each["cuda_graph"] for each in compared.values())
+
+
 def test_time_and_cost_follow_from_the_step() -> None:
-    plan = make_plan("pretrain_base", ["parallel.gate_group=4"], 8, _hardware(8, price=2.5))
+    settings = ["parallel.gate_group=4", "train.cuda_graph=false"]
+    plan = make_plan("pretrain_base", settings, 8, _hardware(8, price=2.5))
     found, budget = plan["estimate"], plan["budget"]
     assert plan["steps"] == 127_157 and plan["tokens"] == 127_157 * 384 * 1024
     assert found["tokens_per_second"] == pytest.approx(384 * 1024 / found["step_s"])

@@ -13,6 +13,7 @@ import pytest
 
 from egmla_megatron.checkpoint.manifest import Manifest, checkpoint_path, mark_complete
 from egmla_megatron.config.load import architecture, load_config, to_dict
+from egmla_megatron.environment import gpu_count
 from egmla_megatron.errors import UserError
 from egmla_megatron.train import machine
 from egmla_megatron.train.main import main
@@ -239,6 +240,8 @@ def test_a_launcher_variable_that_is_no_number(
         (False, 0, "2", [], ""),
         (True, 0, "2", ["train.cuda_graph=true"], "train.cuda_graph: got true"),
         (True, 2, "2", ["train.cuda_graph=true"], ""),
+        (True, 0, "2", ["train.cuda_graph=auto"], ""),
+        (True, 2, "2", ["train.cuda_graph=auto"], ""),
     ],
 )
 def test_what_the_machine_lacks(
@@ -247,7 +250,7 @@ def test_what_the_machine_lacks(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     monkeypatch.setattr(machine, "gpu_count", lambda: gpus)
     monkeypatch.setattr(machine.importlib.util, "find_spec", lambda _: object() if installed else None)
-    cfg = load_config("quickstart", overrides)
+    cfg = load_config("quickstart", overrides, gpu=gpus > 0)
     if not message:
         machine.check_machine(cfg)
         return
@@ -258,7 +261,7 @@ def test_what_the_machine_lacks(
 def test_the_driver_counts_the_gpus_that_torch_counts() -> None:
     import torch
 
-    assert machine.gpu_count() == torch.cuda.device_count()
+    assert gpu_count() == torch.cuda.device_count()
 
 
 def test_checking_needs_no_torch(trial: Trial, root: Path) -> None:

@@ -119,7 +119,12 @@ def test_all_that_a_trainer_can_measure(tmp_path: Path) -> None:
     assert rows["MFU (%)"][1] == "30.0" and rows["distinct ids of a micro-batch (%)"] == ["21.0", "20.0", "+5.0%"]
     assert (run / "step_time.png").stat().st_size > 10_000 and "](step_time.png)" in text
     assert (run / "report.html").read_text().count("data:image/png;base64,") == 3 and "FP8" not in text
-    in_fp8 = ["train.fp8=tensorwise", "parallel.implementation=te", "train.global_batch_size=16"]
+    in_fp8 = [
+        "train.fp8=tensorwise",
+        "parallel.implementation=te",
+        "train.global_batch_size=16",
+        "train.cuda_graph=false",
+    ]
     (run / "config.yaml").write_text(dump_yaml(load_config("pretrain_base", in_fp8)))
     text = write_report(run).read_text()
     assert "Speed in FP8 is not estimated." in text and "tokens/s, all ranks | 5" in text and "limited by" not in text

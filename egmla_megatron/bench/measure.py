@@ -8,7 +8,7 @@ import itertools
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -129,24 +129,23 @@ def _peak_rss_mib() -> float | None:
     return None
 
 
-def _timed(launch: Callable[[], _Flight], world: World, steps: int) -> Iterator[tuple[float, float]]:
+def _run(launch: Callable[[], _Flight], world: World, steps: int) -> list[tuple[float, float]]:
     """(ms, loss) of every step, from the end of the one before it to its own; as in the trainer, a step is launched
     before the one before it has ended, where it can be."""
     synchronize(world.device)
-    before = time.perf_counter()
+    found: list[tuple[float, float]] = []
+    ahead, launched, before = False, 0, time.perf_counter()
     flights: deque[_Flight] = deque()
-    launched = 0
-    while launched < steps or flights:
-        if launched < steps:
+    while len(found) < steps:
+        while launched < steps and len(flights) <= ahead:
             flights.append(launch())
-            launched += 1
-        ahead = 1 if launched < steps and not flights[-1].finished else 0
-        while len(flights) > ahead:
-            loss = flights.popleft().settle()
-            now = time.perf_counter()
-            yield (now - before) * 1e3, loss
-            before = now
+            launched, ahead = launched + 1, not flights[-1].finished
+        loss = flights.popleft().settle()
+        now = time.perf_counter()
+        found.append(((now - before) * 1e3, loss))
+        before = now
     synchronize(world.device)
+    return found
 
 
 def measure(cfg: RunConfig, world: World, dataset: Any, schedule: Schedule, sinks: Sinks | None = None) -> Measurement:
@@ -166,11 +165,11 @@ def measure(cfg: RunConfig, world: World, dataset: Any, schedule: Schedule, sink
 def _measure(cfg: RunConfig, world: World, steps: _Steps, schedule: Schedule) -> Measurement:
     cuda = world.device.type == "cuda"
     _reset_peaks(world.device)  # before the warm-up: a CUDA graph takes its memory there, when it is captured
-    losses = [loss for _, loss in _timed(steps.launch, world, schedule.warmup)]
+    warmed = _run(steps.launch, world, schedule.warmup)
     interface = interface_in_use(dist.get_backend())
     dist.barrier(group=world.control)
     before = sent_by_interface(interface)
-    timed = list(_timed(steps.launch, world, schedule.timed))
+    ran = _run(steps.launch, world, schedule.measured)
     dist.barrier(group=world.control)  # the last step's bytes of this machine's other ranks are out, too
     after = sent_by_interface(interface)
     peak = (torch.cuda.max_memory_allocated(world.device) - steps.bytes_before) / _MIB if cuda else None
@@ -179,7 +178,7 @@ def _measure(cfg: RunConfig, world: World, steps: _Steps, schedule: Schedule) ->
         steps.eager()
     wire = None
     if before is not None and after is not None:
-        wire = (after - before) / schedule.timed / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        wire = (after - before) / len(ran) / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     calls: dict[str, int] = {}
     sent: dict[str, float] = {}
     for each in counter.found:
@@ -188,8 +187,8 @@ def _measure(cfg: RunConfig, world: World, steps: _Steps, schedule: Schedule) ->
             sent[each.name] = sent.get(each.name, 0.0) + each.sent_bytes
     probed = [timed_exchange(steps.eager, world) for _ in range(schedule.probed)] if cfg.parallel.gate_group > 1 else []
     return Measurement(
-        step_ms=[ms for ms, _ in timed],
-        losses=losses + [loss for _, loss in timed],
+        step_ms=[ms for ms, _ in ran[1:-1]],
+        losses=[loss for _, loss in warmed + ran],
         peak_mib=peak,
         peak_rss_mib=rss,
         sent_bytes=counter.sent_bytes,

@@ -16,11 +16,17 @@ class Schedule:
     probed: int  # with the exchange's probe, which may slow a step down
 
     @property
+    def measured(self) -> int:
+        """The timed steps and one before and behind them: where steps are launched ahead, the first of a row seems to
+        end late, since launching a long graph waits for the one before, and the last one early."""
+        return self.timed + 2
+
+    @property
     def counted_step(self) -> int:
         """Number of the step whose collectives are counted; it comes after the timed ones."""
-        return self.warmup + self.timed
+        return self.warmup + self.measured
 
     @property
     def total(self) -> int:
         """All steps."""
-        return self.warmup + self.timed + 1 + self.probed
+        return self.warmup + self.measured + 1 + self.probed

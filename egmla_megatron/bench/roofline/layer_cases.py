@@ -28,7 +28,8 @@ def layer_cases(sizes: Sizes, built: BuiltModel, buffers: Buffers) -> list[Case]
     model, layer = sizes.model, built.module.decoder.layers[0]
     attention, layers = layer.self_attention, sizes.model.num_layers
     # before attention, before the MLP, and behind the last layer; the latent's
-    norms = [("RMSNorm of hidden", 2 * layers + 1, model.hidden_size, layer.input_layernorm)]
+    last = built.module.decoder.final_layernorm  # a layer's own may hand on the residual as well
+    norms = [("RMSNorm of hidden", 2 * layers + 1, model.hidden_size, last)]
     latent = attention.kv_layernorm
     if built.kernels == "torch":
         norms += [("RMSNorm of the latent", layers, model.kv_lora_rank, latent)]
@@ -109,7 +110,8 @@ def _swiglu(sizes: Sizes, built: BuiltModel, buffers: Buffers) -> Differentiable
 
 
 def _residual(sizes: Sizes, buffers: Buffers) -> list[Case]:
-    """A layer adds twice, and so do the gradients of what it adds to: as sums, both passes are the same."""
+    """A layer adds twice. In backward, two sums are left to it: gradients of what its MLP reads, and of what its q and kv
+    projections read; Transformer Engine's RMSNorm before attention has the third within."""
     hidden = sizes.model.hidden_size
 
     def prepare() -> Call:

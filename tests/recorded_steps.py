@@ -41,6 +41,13 @@ class RecordedStep:
     link_gb_per_s: float | None  # as measured; None: not
     one_gpu_nodes: bool  # each rank behind the link
     step_ms: float  # median
+    present: bool = False  # measured with the present kernels
+
+    @property
+    def comparable(self) -> bool:
+        """Whether an estimate should meet it: before, the optimizer, cross-entropy, SwiGLU and norms had slower
+        kernels, which shows where neither the host nor a slow link takes longer."""
+        return self.present or not self.cfg.train.cuda_graph or self.one_gpu_nodes
 
 
 def recorded_steps(root: Path) -> Iterator[RecordedStep]:
@@ -53,7 +60,8 @@ def recorded_steps(root: Path) -> Iterator[RecordedStep]:
     yield from _layouts(read("layouts_two_gpus"))
     yield from _graphs(read("kernels_and_graphs"))
     yield from _sharding(read("sharding_two_gpus"))
-    yield from _one_gpu(read("speed_one_gpu"))
+    yield from _one_gpu(read("speed_one_gpu"), present=False)
+    yield from _one_gpu(read("speed_device_adam"), present=True)
 
 
 def _first_runs(record: Any) -> Iterator[RecordedStep]:
@@ -126,7 +134,7 @@ def _sharding(record: Any) -> Iterator[RecordedStep]:
             )
 
 
-def _one_gpu(record: Any) -> Iterator[RecordedStep]:
+def _one_gpu(record: Any, *, present: bool) -> Iterator[RecordedStep]:
     for title, rows in record["bench_train"].items():
         if not title.startswith("pretrain"):
             continue
@@ -138,4 +146,4 @@ def _one_gpu(record: Any) -> Iterator[RecordedStep]:
             settings = [f"train.global_batch_size={batch}", "train.cuda_graph=true", *row["settings"]]
             cfg = load_config(config, settings)
             name = f"{title} {row['variant']}"
-            yield RecordedStep(name, cfg, 1, "h200", True, True, None, False, row["step_ms_median"])
+            yield RecordedStep(name, cfg, 1, "h200", True, True, None, False, row["step_ms_median"], present)

@@ -41,7 +41,7 @@ class Memory:
     gradients: int  # of both, as the reductions hold them
     optimizer: int  # of both: fp32 master weights and two moments
     activations: int  # saved for backward, of all micro-batches in flight
-    logits: int  # and their gradient; 0 where another moment is the peak
+    logits: int  # and their gradient, in one place with Transformer Engine; 0 where another moment is the peak
     communication: int  # what collectives and stages hold beside the tensors that they move (buffers.py)
     temporary: int  # while the peak lasts: gradients of the head, or those of a layer and what it computes again, or
     # what Adam makes of the largest parameter in its first step
@@ -135,12 +135,15 @@ def layer_activations(cfg: RunConfig, layout: Layout, *, te: bool, triton: bool)
 
 
 def _head(cfg: RunConfig, layout: Layout, tokens: int, *, te: bool) -> tuple[int, int]:
-    """Bytes of (logits and their gradient, the head's weight gradient) when backward begins."""
+    """Bytes of (logits and their gradient, the head's gradients of weight and input) where they are the most."""
     wide = cfg.train.element_bytes
     count = tokens * cfg.model.vocab_size // layout.tp
     weight = wide * cfg.model.vocab_size * cfg.model.hidden_size // layout.tp
     if te and wide == 2:
-        return 2 * wide * count, weight  # the gradient takes the logits' place; times the loss's it is a second copy
+        # in the head's backward: the gradient has taken the logits' place (model/build.py), and the input's is there
+        # while the weight's is made; under sequence parallelism this rank's part of its sum, too
+        parts = 1.0 + (1 / layout.tp if cfg.parallel.sequence and layout.tp > 1 else 0.0)
+        return wide * count, weight + int(wide * tokens * cfg.model.hidden_size * parts)
     # the softmax in fp32 becomes the gradient, which is copied to the logits' type where that is another
     return (4 + wide) * count, weight
 

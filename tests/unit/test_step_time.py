@@ -16,7 +16,7 @@ from egmla_megatron.report.traffic import Collective
 from tests.recorded_steps import RecordedStep, recorded_steps
 
 H200 = find_card("h200", None, None)
-MEAN = {"graph": 0.04, "eager": 0.07}
+MEAN = {"graph": 0.02, "eager": 0.07}
 
 
 def estimated(step: RecordedStep) -> StepTime:
@@ -29,22 +29,30 @@ def estimated(step: RecordedStep) -> StepTime:
 
 
 def test_every_measured_step(root: Path) -> None:
-    errors: dict[str, list[float]] = {"graph": [], "eager": []}
+    errors: dict[str, list[float]] = {"graph": [], "eager": [], "slower kernels": []}
+    present = 0
     for step in recorded_steps(root):
         found = estimated(step)
         error = found.step_s * 1e3 / step.step_ms - 1
         how = "graph" if step.cfg.train.cuda_graph else "eager"
-        errors[how].append(error)
-        print(f"{error:+6.1%} of {step.step_ms:6.1f} ms, {found.limited_by}, {how}: {step.name}")
+        errors[how if step.comparable else "slower kernels"].append(error)
+        present += step.present
+        print(f"{error:+6.1%} of {step.step_ms:6.1f} ms, {found.limited_by}, {how}, {step.comparable}: {step.name}")
+        if not step.comparable:
+            assert (-0.21 if step.ranks > 1 else -0.29) < error < 0.02, step.name  # over NVLink as the plan says
+            continue
         assert abs(error) < estimate_error(step.cfg) + 0.005, step.name  # as the plan says it, in whole percents
         if step.one_gpu_nodes:
             assert found.limited_by == "network"
         elif how == "eager" and ("Base" in step.name or "pretrain_base" in step.name):
             assert found.limited_by == "host launches"
-    assert (len(errors["graph"]), len(errors["eager"])) == (44, 39)
-    for how, found_errors in errors.items():
-        assert fmean(map(abs, found_errors)) < MEAN[how]
-        assert abs(fmean(found_errors)) < 0.02  # neither too fast nor too slow on the whole
+    print({how: (len(some), min(some), max(some), fmean(map(abs, some)), fmean(some)) for how, some in errors.items()})
+    assert present >= 6
+    assert [len(errors[how]) for how in ("graph", "eager", "slower kernels")] == [19 + present, 39, 25]
+    assert max(map(abs, errors["graph"])) < 0.045  # the plan's 4%
+    for how, mean in MEAN.items():
+        assert fmean(map(abs, errors[how])) < mean
+        assert abs(fmean(errors[how])) < 0.02  # neither too fast nor too slow on the whole
 
 
 def test_links() -> None:
@@ -102,7 +110,11 @@ def test_what_makes_a_step_longer() -> None:
 
     base = step()
     assert base.limited_by == "matrix arithmetic" and base.bubble_s == 0
-    assert base.step_s > base.matrix_s > 0 and base.overlap_s == 0
+    assert base.step_s > base.matrix_s > 0 and base.overlap_s == base.host_s > 0  # the next step is launched meanwhile
+    waiting = step(optimizer={"fused_master_weights": False})
+    assert waiting.overlap_s == 0 and waiting.step_s > base.step_s + waiting.host_s
+    small = step(train={"global_batch_size": 8, "micro_batch_size": 1}, model={"num_layers": 1, "hidden_size": 256})
+    assert small.limited_by == "host launches" and small.step_s == small.host_s
     again = step(train={"recompute": "full", "cuda_graph": False})
     assert again.matrix_s == pytest.approx(base.matrix_s * 4 / 3, rel=0.04)  # the head is not computed again
     stages = step(parallel={"pipeline": 8}, train={"cuda_graph": False, "global_batch_size": 8})
@@ -110,6 +122,6 @@ def test_what_makes_a_step_longer() -> None:
     assert step(ranks=16).step_s < 0.55 * base.step_s
     slow_host = step(train={"cuda_graph": False})
     assert slow_host.overlap_s > 0
-    for each in (base, again, stages, slow_host):  # what the plan shows adds up
+    for each in (base, waiting, small, again, stages, slow_host):  # what the plan shows adds up
         parts = each.matrix_s + each.memory_s + each.small_kernels_s + each.host_s + each.network_exposed_s
         assert parts + each.bubble_s - each.overlap_s == pytest.approx(each.step_s)

@@ -27,7 +27,7 @@ from egmla_megatron.bench.variants import Variant
 from egmla_megatron.config.load import to_dict
 from egmla_megatron.errors import UserError
 from egmla_megatron.parallel.agreement import agree_on
-from egmla_megatron.parallel.world import World, close_world, form_groups, open_world
+from egmla_megatron.parallel.world import World, close_world, form_groups, open_world, use_capturable_stream
 
 __all__ = ["run_ranks"]
 
@@ -66,6 +66,7 @@ def _measure_all(plan: BenchPlan, world: World, dataset: Any) -> tuple[World, di
         for variant in options.variants[:: -1 if number % 2 else 1]:
             cfg, layout = plan.configs[variant], plan.layouts[variant]
             if layout != world.layout:
+                use_capturable_stream(cfg, world.device)
                 world = form_groups(cfg, layout, world.local_rank, world.device, world.store)
             measured = _measure_variant(plan, variant, world, dataset)
             found[variant].append(measured)

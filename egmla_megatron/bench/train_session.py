@@ -25,7 +25,7 @@ from egmla_megatron.config.check import Layout
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.model.spec import choose_implementation, choose_kernels
 from egmla_megatron.parallel.agreement import agree_on
-from egmla_megatron.parallel.world import World, close_world, form_groups, open_world
+from egmla_megatron.parallel.world import World, close_world, form_groups, open_world, use_capturable_stream
 from egmla_megatron.report.memory import worst_stage
 from egmla_megatron.report.rates import Workload
 from egmla_megatron.report.tables import markdown
@@ -84,6 +84,7 @@ def _world(bench: TrainBench, variant: TrainVariant, world: World) -> World:
     for name in _TE_ATTENTION:
         os.environ.pop(name, None)
     layout = bench.layouts[variant]
+    use_capturable_stream(bench.configs[variant], world.device)
     if layout == world.layout:
         return world
     return form_groups(bench.configs[variant], layout, world.local_rank, world.device, world.store)

@@ -133,8 +133,8 @@ class OptimizerConfig:
     clip_grad: float = 1.0  # global gradient norm, 0: no clipping
     gate_table_lr_ratio: float = 1.0  # lr of the gating tables / lr
     distributed: bool = True  # shard the optimizer states over the data-parallel ranks
-    # Adam keeps the fp32 master weights of bf16 weights and writes both at once, and the device decides whether, so that
-    # the host launches a step before the last one is done (GPUs with Transformer Engine, distributed only)
+    # Adam keeps the fp32 master weights of bf16 weights and writes both at once, and the device decides whether: the
+    # host launches a step before the last one is done (GPUs with Transformer Engine, distributed only)
     fused_master_weights: bool = True
 
 

@@ -17,11 +17,20 @@ from torch.distributed import ProcessGroup
 
 from egmla_megatron.config.check import Layout
 from egmla_megatron.config.schema import RunConfig
+from egmla_megatron.errors import UserError
 from egmla_megatron.parallel import cpu
 from egmla_megatron.parallel.agreement import agree_on_config
 from egmla_megatron.parallel.heap import map_large_blocks
 
-__all__ = ["World", "close_world", "form_groups", "open_world", "rank_environment", "seed_everything"]
+__all__ = [
+    "World",
+    "close_world",
+    "form_groups",
+    "open_world",
+    "rank_environment",
+    "seed_everything",
+    "use_capturable_stream",
+]
 
 
 @dataclass(frozen=True)
@@ -103,6 +112,24 @@ def _data_shards(groups: ProcessGroupCollection, gate: ProcessGroup, size: int) 
     return tuple(everyone[rank] for rank in dist.get_process_group_ranks(gate))
 
 
+def use_capturable_stream(cfg: RunConfig, device: torch.device) -> None:
+    """Where steps become CUDA graphs: what is made from here on must belong to the stream that is captured, which cannot
+    be the default one.
+
+    Raises:
+        UserError: torch knows no GPU, though the driver does.
+    """
+    if not cfg.train.cuda_graph:
+        return
+    if device.type != "cuda":
+        raise UserError(
+            "train.cuda_graph: got true, allowed false where torch sees no CUDA device (is it a build for CPUs?); set "
+            "train.cuda_graph=false"
+        )
+    if torch.cuda.current_stream(device) == torch.cuda.default_stream(device):
+        torch.cuda.set_stream(torch.cuda.Stream(device))
+
+
 def open_world(cfg: RunConfig, layout: Layout) -> World:
     """Start the process groups. Call once, after `check_config` said the layout can work.
 
@@ -111,8 +138,7 @@ def open_world(cfg: RunConfig, layout: Layout) -> World:
     """
     rank, size, local_rank = rank_environment()
     device = _choose_device(local_rank, cfg.run.deterministic)
-    if cfg.train.cuda_graph:  # what is made from here on must belong to the stream that is captured, not the default
-        torch.cuda.set_stream(torch.cuda.Stream())
+    use_capturable_stream(cfg, device)
     timeout = timedelta(seconds=cfg.train.collective_timeout_s)
     store, rank, size = next(dist.rendezvous("env://", rank, size, timeout=timeout))
     agree_on_config(store, rank, size, cfg)

@@ -33,7 +33,7 @@ def update_weights(optimizer: Any, clip: float) -> Update:
         return _by_the_host(optimizer, clip)
     if optimizer.prepare_grads():
         raise RuntimeError("a loss scale found NaN or Inf: there is none with bf16")
-    norm_1 = _norm_on_device(optimizer)
+    norm_1 = _norm_on_device(optimizer).to(plan.count_1.device)
     updates = max(each.optimizer.updates() for each in single_optimizers(optimizer))
     applied_1 = plan.decide(norm_1, clip, updates).clone()  # the next update writes there
     optimizer.step_with_ready_grads()

@@ -159,3 +159,13 @@ def test_rows_are_padded_to_the_most_that_were_seen(monkeypatch: pytest.MonkeyPa
     assert most.gate_ids is not None
     passes(iter([few, most]))
     assert seen[2:] == [most.gate_ids.sizes] * 2  # captured anew
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees the GPU")
+def test_a_torch_without_cuda_is_named() -> None:
+    from egmla_megatron.parallel.world import use_capturable_stream
+
+    cfg = load_config("pretrain_base", ["train.cuda_graph=true"])
+    with pytest.raises(UserError, match="torch sees no CUDA device.*train.cuda_graph=false"):
+        use_capturable_stream(cfg, torch.device("cpu"))
+    use_capturable_stream(load_config("pretrain_base", ["train.cuda_graph=false"]), torch.device("cpu"))

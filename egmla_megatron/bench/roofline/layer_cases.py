@@ -110,7 +110,7 @@ def _swiglu(sizes: Sizes, built: BuiltModel, buffers: Buffers) -> Differentiable
 
 
 def _residual(sizes: Sizes, buffers: Buffers) -> list[Case]:
-    """A layer adds twice. In backward, two sums are left to it: gradients of what its MLP reads, and of what its q and kv
+    """A layer adds twice. In backward, two sums are left: gradients of what its MLP reads, and of what its q and kv
     projections read; Transformer Engine's RMSNorm before attention has the third within."""
     hidden = sizes.model.hidden_size
 

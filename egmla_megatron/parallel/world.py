@@ -113,8 +113,8 @@ def _data_shards(groups: ProcessGroupCollection, gate: ProcessGroup, size: int) 
 
 
 def use_capturable_stream(cfg: RunConfig, device: torch.device) -> None:
-    """Where steps become CUDA graphs: what is made from here on must belong to the stream that is captured, which cannot
-    be the default one.
+    """Where steps become CUDA graphs: what is made from here on must belong to the stream that is captured, which must
+    not be the default one.
 
     Raises:
         UserError: torch knows no GPU, though the driver does.

@@ -166,6 +166,6 @@ def test_a_torch_without_cuda_is_named() -> None:
     from egmla_megatron.parallel.world import use_capturable_stream
 
     cfg = load_config("pretrain_base", ["train.cuda_graph=true"])
-    with pytest.raises(UserError, match="torch sees no CUDA device.*train.cuda_graph=false"):
+    with pytest.raises(UserError, match=r"torch sees no CUDA device.*train\.cuda_graph=false"):
         use_capturable_stream(cfg, torch.device("cpu"))
     use_capturable_stream(load_config("pretrain_base", ["train.cuda_graph=false"]), torch.device("cpu"))

@@ -136,10 +136,24 @@ def started(folder: Path) -> tuple[Job, list[psutil.Process], list[psutil.Proces
     options = ["--nodes-on-this-machine=2", "--variants=vanilla", "--steps=100000"]
     job = start(1, [TOOL, *SMALL, *options], folder / "log")
     job.wait_for("link:")
-    children = psutil.Process(job.process.pid).children(recursive=True)
-    ranks = [each for each in children if any("bench_sharding" in word for word in each.cmdline())]
-    assert len(ranks) == 2 and len(children) == 5  # and what holds the networks of two nodes and a switch
-    return job, ranks, children
+    deadline = time.monotonic() + 20
+    while True:
+        children = psutil.Process(job.process.pid).children(recursive=True)
+        lines = [_command_line(each) for each in children]
+        ranks = [each for each, line in zip(children, lines, strict=True) if "bench_sharding" in line]
+        if len(ranks) == 2 and len(children) == 5:  # and what holds the networks of two nodes and a switch
+            return job, ranks, children
+        if time.monotonic() > deadline:  # a command that a rank is just starting is one more for a moment
+            job.kill()
+            pytest.fail(f"{len(ranks)} ranks, {len(children)} children: {lines}")
+        time.sleep(0.1)
+
+
+def _command_line(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
 
 
 def all_gone(processes: list[psutil.Process]) -> bool:

@@ -22,7 +22,8 @@ class Span:
 
     def __init__(self, cuda: bool) -> None:
         self.cuda = cuda
-        self.begin, self.end = self._now(), None
+        self.begin: Any = self._now()
+        self.end: Any = None
 
     def _now(self) -> Any:
         if not self.cuda:
@@ -37,7 +38,19 @@ class Span:
 
     def ms(self) -> float:
         """Milliseconds; on a GPU only once the device has passed both points."""
-        return self.begin.elapsed_time(self.end) if self.cuda else (self.end - self.begin) * 1e3
+        return self._between(self.begin)
+
+    def ms_behind(self, other: Span) -> float:
+        """From the other's second point to this one's; as `ms`."""
+        return self._between(other.end)
+
+    def wait(self) -> None:
+        """Until the device has passed the second point."""
+        if self.cuda:
+            self.end.synchronize()
+
+    def _between(self, begin: Any) -> float:
+        return begin.elapsed_time(self.end) if self.cuda else (self.end - begin) * 1e3
 
 
 class ExchangeProbe:

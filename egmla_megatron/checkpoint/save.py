@@ -93,6 +93,11 @@ class Saver:
         except SAVE_ERRORS as error:
             self._give_up(temporary, error)
 
+    @property
+    def writing(self) -> bool:
+        """Whether a background write is not complete: `poll` then asks all ranks, behind what they launched."""
+        return self.queue is not None and self.queue.get_num_unfinalized_calls() > 0
+
     def poll(self) -> None:
         """Complete a background write that has ended."""
         self._finalize_background(blocking=False)
@@ -102,7 +107,7 @@ class Saver:
         self._finalize_background(blocking=True)
 
     def _finalize_background(self, *, blocking: bool) -> None:
-        if self.queue is None or not self.queue.get_num_unfinalized_calls():
+        if self.queue is None or not self.writing:
             return
         try:
             self.queue.maybe_finalize_async_calls(blocking=blocking)

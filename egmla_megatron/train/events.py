@@ -6,7 +6,7 @@ and wandb take the numbers of `step` and `eval`. A value that is not known is nu
 besides, every line of metrics.jsonl has `kind` and `unix_time_s`.
 
 The `time_*_s` of a step are rank 0's and add up to its work on the device (train/step_times.py says from where to
-where); `step_time_s` is the host's time around all of it. The slowest rank is the one that was busy for longest with
+where), in which `step_time_s` lies around all of it. The slowest rank is the one that was busy for longest with
 data, forward and backward, on average over the steps since the last line (so of steps before this one: a rank speaks
 while it works). Waiting for other ranks is no work, except for those of its tensor- and context-parallel groups, which
 lie in one node as a rule, and for parameters (parallel.overlap_param_gather). With `train.cuda_graph` only a rank's
@@ -52,7 +52,7 @@ EVENTS: dict[str, dict[str, str]] = {
         "lr": "learning rate of the step",
         "tokens": "trained on so far",
         "skipped": "true: the gradient was not finite, the weights were left alone",
-        "step_time_s": "from the beginning of the step until all ranks agreed that it is over",
+        "step_time_s": "to the end of the step, from its beginning or, launched ahead, from the end of the one before",
         "time_data_s": "waiting for micro-batches",
         "time_forward_backward_s": "forward and backward without the other parts",
         "time_exchange_s": "waiting for the exchange of gate embeddings; null inside a CUDA graph",
@@ -63,7 +63,8 @@ EVENTS: dict[str, dict[str, str]] = {
         "peak_memory_rank": "that rank",
         "reserved_memory_mib": "most that torch's allocator took of a GPU so far, of the worst rank; null on a CPU",
         "reserved_memory_rank": "that rank",
-        "slowest_rank": "the straggler; null in the first step, or without logging.step_times",
+        "slowest_rank": "the straggler; null in the first step, launched ahead also in the second, or without "
+        "logging.step_times",
         "slowest_node": "its host name",
         "slowest_rank_busy_s": "its mean time of work in a step",
         "fastest_rank_busy_s": "that of the fastest rank",

@@ -126,11 +126,12 @@ class Trainer:
         run.schedule.step(1)
 
     def _may_stay_in_flight(self, last: int) -> int:
-        """Steps that need not be done before the next is launched: one, unless something happens between them."""
+        """Steps that need not be done before the next is launched: one, unless something happens between them. While a
+        checkpoint is written the saver's question would wait for it, and count as held up by the checkpoint."""
         flight = self.flights[-1]
         step = flight.step
         intervals = (self.cfg.checkpoint.interval_steps, self.cfg.train.eval_interval)
-        due = step == last or any(interval > 0 and step % interval == 0 for interval in intervals)
+        due = self.saver.writing or step == last or any(interval > 0 and step % interval == 0 for interval in intervals)
         return 0 if flight.work.finished or due or self.profiler.covers(step) or self.profiler.covers(step + 1) else 1
 
     def _settle(self, leave: int) -> tuple[int, bool]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from egmla_megatron.attention.exchange_probe import Span
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.data.batch import Batch
 from egmla_megatron.parallel.world import World
@@ -23,10 +23,17 @@ __all__ = ["Launched", "StepReporter"]
 class Launched:
     """What there is to know of a step when the host has launched it."""
 
-    started: float  # seconds of the host's clock
+    span: Span  # from its beginning to its end
+    behind: Span | None  # of the step before, where this one was launched before that was done
     agreement: StepAgreement
     measured: Measured | None
     ids: tuple[int, int]  # distinct ids of this rank's micro-batches, tokens in them
+
+    def seconds(self) -> float:
+        """From its beginning, or from the end of the step before where it was launched ahead, to its end. By the
+        device: when the host notices an end depends on what it launches meanwhile."""
+        self.span.wait()
+        return (self.span.ms() if self.behind is None else self.span.ms_behind(self.behind)) / 1e3
 
 
 class StepReporter:
@@ -39,13 +46,15 @@ class StepReporter:
 
     def __init__(self, cfg: RunConfig, world: World, model: list[Any], sinks: Sinks) -> None:
         self.cfg, self.world, self.sinks = cfg, world, sinks
+        self._cuda = world.device.type == "cuda"
         self.throughput = Throughput.of(cfg, world.size, world.device)
         self.times = step_times(cfg, world, model)
         self.nodes = node_names(world.control)
         self.step_s = 0.0  # of the last step
         self._seen = SeenIds()
         self._busy = Mean()  # since the last line, for the slowest rank
-        self._started = self._ended = 0.0
+        self._span = Span(self._cuda)
+        self._open: Span | None = None  # of the step that was launched last, until it is done
         self._agreement: StepAgreement | None = None
         self._ids = (0, 0)  # as Launched.ids, since the last line
 
@@ -56,7 +65,7 @@ class StepReporter:
 
     def begin(self) -> None:
         """Before the step."""
-        self._started = time.perf_counter()
+        self._span = Span(self._cuda)
 
     def meanwhile(self, *, signal: int = 0, save_now: bool = False) -> None:
         """While the device works on the step: what this rank asks of the others sets out, slow sinks get their
@@ -74,21 +83,22 @@ class StepReporter:
     def launched(self) -> Launched:
         """After the launch: what `end` wants to have."""
         assert self._agreement is not None
+        self._span.stop()
         measured = self.times.measured if self.times is not None else None
-        return Launched(self._started, self._agreement, measured, self._seen.take())
+        behind, self._open = self._open, self._span
+        return Launched(self._span, behind, self._agreement, measured, self._seen.take())
 
     def end(self, step: int, launched: Launched, result: StepResult, lr: float, *, profiled: bool = False) -> Agreed:
         """When step number `step` (from 1) is done; waits for the agreement, writes the step where it is due.
-
-        Its time runs from its launch, or from the end of the step before where that was later.
 
         Args:
             lr: that the step used.
             profiled: the step does not count in the throughput.
         """
         agreed = launched.agreement.result()
-        now = time.perf_counter()
-        self.step_s, self._ended = now - max(launched.started, self._ended), now
+        self.step_s = launched.seconds()
+        if self._open is launched.span:
+            self._open = None
         split = launched.measured.split() if launched.measured is not None else None
         self._ids = (self._ids[0] + launched.ids[0], self._ids[1] + launched.ids[1])
         rates = self.throughput.add(self.step_s, profiled=profiled)

@@ -39,7 +39,7 @@ def test_a_run_on_one_gpu(tmp_path: Path, setting: str, graph: bool) -> None:
         assert min(parts) >= 0 and parts[1] > 0 and parts[3] > 0
         assert sum(parts) <= 1.01 * step["step_time_s"]  # two clocks
         assert step["reserved_memory_mib"] >= step["peak_memory_mib"] > 0
-    assert all(step["slowest_rank"] == 0 for step in steps[1:])
+    assert all(step["slowest_rank"] == 0 for step in steps[2:])  # the second may be launched before the first is done
     (trace,) = (run / "profile").iterdir()
     found = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     assert any(event.get("cat") == "kernel" for event in found)

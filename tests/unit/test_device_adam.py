@@ -13,6 +13,8 @@ pytest.importorskip("triton")
 
 from egmla_megatron.train.adam_cuda import PIECE, adam_table, adamw
 from egmla_megatron.train.device_adam import DecidedOnDevice, UpdatePlan, plan_of, single_optimizers
+from egmla_megatron.train.step import StepInFlight
+from egmla_megatron.train.update import update_weights
 
 BETAS, CLIP = (0.9, 0.95), 0.5
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -140,8 +142,64 @@ def test_several_pieces_and_what_does_not_fit() -> None:
         adam_table([tuple(each[::2] for each in tensors)])
 
 
-def test_an_optimizer_of_the_host_has_no_plan() -> None:
-    class Chained:
-        chained_optimizers = ()
+class Single:
+    """What `update_weights` needs of megatron-core's distributed optimizer; None: it has no parameters here."""
 
+    def __init__(self, optimizer: DeviceAdam | None) -> None:
+        self.optimizer, self.is_stub_optimizer = optimizer, optimizer is None
+
+    def get_grad_norm(self) -> Tensor:
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        grads = [p.decoupled_grad.double().flatten() for group in groups for p in group["params"]]
+        return torch.cat(grads).norm().float() if grads else torch.zeros(1, device=DEVICE)
+
+
+class Chained:
+    """As megatron-core's; the optimizers sum their norms over different groups of ranks."""
+
+    def __init__(self, *optimizers: DeviceAdam | None) -> None:
+        self.chained_optimizers = [Single(each) for each in optimizers]
+
+    def grads_states_parallel_group_is_shared(self) -> bool:
+        return False
+
+    def prepare_grads(self) -> bool:
+        return False
+
+    def step_with_ready_grads(self) -> bool:
+        for each in single_optimizers(self):
+            each.optimizer.step()
+        return True
+
+
+def test_steps_in_flight_of_several_optimizers() -> None:
+    """One norm over all of them. The host hears of a bad step when the next is launched: both count the same steps."""
+    mine = weights(6, 9, kind=torch.bfloat16)
+    plan, inner = UpdatePlan(BETAS, DEVICE), [DeviceAdam([{"params": [p]}, {"params": []}]) for p in mine]
+    for each in inner:
+        each.follow(plan)
+    optimizer = Chained(inner[0], None, inner[1])
+    flights, norms = [], []
+    for step in range(4):
+        norm = with_gradients(mine, step, torch.float32)
+        if step == 1:
+            mine[1].decoupled_grad[3] = math.nan
+        norms.append(norm.item())
+        before = [p.detach().clone() for p in mine]
+        loss = torch.tensor(step + 0.5, device=DEVICE)
+        flights.append(StepInFlight(loss, update_weights(optimizer, CLIP), optimizer))
+        assert all(torch.equal(p, q) for p, q in zip(mine, before, strict=True)) == (step == 1)
+        if step:
+            flights[step - 1].result()
+    found = [flight.result() for flight in flights]
+    assert [flight.result() for flight in flights] == found  # asked again, nothing is taken back twice
+    assert [each.applied for each in found] == [True, False, True, True]
+    assert [each.loss for each in found] == [0.5, 1.5, 2.5, 3.5]
+    assert [found[step].grad_norm for step in (0, 2, 3)] == pytest.approx([norms[step] for step in (0, 2, 3)], rel=1e-6)
+    steps = {group["step"] for each in inner for group in each.param_groups}
+    assert steps == {plan.count_1.item()} == {3}  # one number, which checkpoints want, also of a group without weights
+
+
+def test_an_optimizer_of_the_host_has_no_plan() -> None:
     assert plan_of(Chained()) is None and single_optimizers(Chained()) == []
+    assert plan_of(Chained(None)) is None and single_optimizers(Chained(None)) == []

@@ -234,6 +234,8 @@ def _layout(where: Tensor | KeysAndValues) -> tuple[tuple[Any, ...], tuple[int, 
     if isinstance(where, Tensor):
         return (where, where), (1,) * 7, {"NOPE": 0, "V": 0}
     key, value, nope = where
+    if nope < 1:
+        raise ValueError(f"KeysAndValues.nope: got {nope}, allowed 1 and more columns without position")
     strides = (*key.stride()[:3], *value.stride()[:3])
     return (key, value), (key.shape[1], *strides), {"NOPE": nope, "V": value.shape[3]}
 

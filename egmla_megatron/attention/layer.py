@@ -22,6 +22,7 @@ from torch import Tensor
 
 from egmla_megatron.attention.gated_kv_up import GatedKVUp, GateInput, HeadsInput
 from egmla_megatron.attention.head_sizes import HeadSizes
+from egmla_megatron.attention.norms import LatentNorm
 from egmla_megatron.attention.token_table import take_layer
 
 __all__ = ["EGMLASelfAttention", "EGMLATransformerLayer", "MLATransformerLayer"]
@@ -102,6 +103,8 @@ class EGMLASelfAttention(MLASelfAttention):
         if not self.config.triton_kernels or self.recompute_up_proj:
             return super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
         q, down = self._qkv_down_projection(hidden_states)
+        if not isinstance(self.kv_layernorm, LatentNorm):
+            raise RuntimeError(f"kv_layernorm: got {type(self.kv_layernorm)}, allowed LatentNorm with triton_kernels")
         latent, rope_SBR = self.kv_layernorm(down)
         if self.config.sequence_parallel and self.tp_group.size() > 1:
             rope_SBR = gather_from_sequence_parallel_region(rope_SBR, group=self.tp_group)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["AdamTable", "AdamTensors", "adam_table", "adamw", "decide"]
+__all__ = ["AdamTable", "AdamTensors", "adam_tables", "adamw", "decide"]
 
 # C pieces of at most PIECE elements
 
@@ -113,7 +113,7 @@ AdamTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # gradient, weight,
 
 @dataclass(frozen=True)
 class AdamTable:
-    """Where the tensors of one parameter group lie; as long as they do."""
+    """Where tensors of one parameter group lie; as long as they do."""
 
     rows_C6: Tensor  # on the device: addresses of gradient, weight, moments and master weight, elements
     grad: torch.dtype
@@ -121,8 +121,9 @@ class AdamTable:
     aligned: bool
 
 
-def adam_table(tensors: Sequence[AdamTensors]) -> AdamTable:
-    """For the tensors of parameters, five of equal size each, all contiguous.
+def adam_tables(tensors: Sequence[AdamTensors]) -> tuple[AdamTable, ...]:
+    """For the tensors of parameters, five of equal size each, all contiguous: those that can be read 16 bytes at once,
+    and those that cannot, such as what a rank has of a parameter that begins in another one's share.
 
     Moments and master weights are fp32; gradients are of one type, weights of another or the same.
 
@@ -144,8 +145,13 @@ def adam_table(tensors: Sequence[AdamTensors]) -> AdamTable:
             addresses = [each.data_ptr() + start * each.element_size() for each in group]
             rows.append([*addresses, min(PIECE, group[0].numel() - start)])
     table = torch.tensor(rows, dtype=torch.int64)
-    aligned = bool((table[:, :5] % _ALIGNMENT == 0).all())
-    return AdamTable(table.to(tensors[0][1].device), grad, weight, aligned)
+    aligned_C = (table[:, :5] % _ALIGNMENT == 0).all(1)
+    device = tensors[0][1].device
+    return tuple(
+        AdamTable(table[mine_C].to(device), grad, weight, aligned)
+        for aligned, mine_C in ((True, aligned_C), (False, ~aligned_C))
+        if mine_C.any()
+    )
 
 
 _KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}

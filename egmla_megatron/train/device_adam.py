@@ -58,7 +58,7 @@ class DecidedOnDevice:
     def follow(self, plan: UpdatePlan) -> None:
         """Take updates from `plan`, which must be decided before every step."""
         self.plan = plan
-        self._tables: dict[int, tuple[list[int], AdamTable]] = {}
+        self._tables: dict[int, tuple[list[int], tuple[AdamTable, ...]]] = {}
 
     def updates(self) -> int:
         """Steps launched so far, less those that were taken back."""
@@ -78,8 +78,8 @@ class DecidedOnDevice:
             tensors = [found for p in group["params"] if (found := self._tensors(p)) is not None]
             if tensors:
                 lr, betas, eps, decay = (group[name] for name in ("lr", "betas", "eps", "weight_decay"))
-                table = self._table(index, tensors)
-                adamw(table, self.plan.numbers_4, lr=lr, betas=betas, eps=eps, weight_decay=decay)
+                for table in self._of_group(index, tensors):
+                    adamw(table, self.plan.numbers_4, lr=lr, betas=betas, eps=eps, weight_decay=decay)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As FusedAdam's; the tensors are others afterwards, and the count of updates is that of the state."""
@@ -89,21 +89,21 @@ class DecidedOnDevice:
 
     def _tensors(self, parameter: Tensor) -> AdamTensors | None:
         grad = getattr(parameter, "decoupled_grad", None)  # where megatron-core puts gradients of another type
-        if grad is None:
+        if grad is None or not grad.numel():
             return None
         if not self.state[parameter]:
             self.initialize_state(parameter, False)  # type: ignore[attr-defined]
         state = self.state[parameter]
         return grad, parameter.data, state["exp_avg"], state["exp_avg_sq"], state["master_param"]
 
-    def _table(self, index: int, tensors: list[AdamTensors]) -> AdamTable:
-        """Of a parameter group; made anew when a gradient lies elsewhere."""
-        from egmla_megatron.train.adam_cuda import adam_table
+    def _of_group(self, index: int, tensors: list[AdamTensors]) -> tuple[AdamTable, ...]:
+        """Tables of a parameter group; made anew when a gradient lies elsewhere."""
+        from egmla_megatron.train.adam_cuda import adam_tables
 
         places = [tensor.data_ptr() for group in tensors for tensor in group]
         known = self._tables.get(index)
         if known is None or known[0] != places:
-            self._tables[index] = known = (places, adam_table(tensors))
+            self._tables[index] = known = (places, adam_tables(tensors))
         return known[1]
 
 

@@ -27,6 +27,7 @@ from egmla_megatron.train.setup import Prepared, device_name, training_batches, 
 from egmla_megatron.train.signals import StopRequest
 from egmla_megatron.train.sinks import Sinks
 from egmla_megatron.train.step import StepInFlight, StepResult, evaluate, graphed_passes, launch_step
+from egmla_megatron.train.step_agreement import Agreed
 
 __all__ = ["Trainer"]
 
@@ -57,6 +58,7 @@ class Trainer:
         self.sinks, self.stop, self.watch = sinks, stop, watch
         self.step = run.start_step  # optimizer steps done
         self.flights: deque[_Flight] = deque()  # launched since
+        self.agreed: Agreed | None = None  # in the last step that is done
         self.bad_steps = 0  # steps without an update in a row
         self.skipped_total = 0
         self.has_states = run.optimizer_has_states
@@ -80,9 +82,10 @@ class Trainer:
         signal = 0
         while self.step + len(self.flights) < last:
             self._launch(batches)
-            signal, save_now = self._settle(self._may_stay_in_flight(last))
+            self._settle(self._steps_to_leave(last))
+            signal, save_now = self._asked()
             if signal or save_now:
-                signal = max(signal, self._settle(0)[0])
+                self._settle(0)
             if signal:
                 break
             if not self.flights:  # the weights are those of `step`
@@ -125,29 +128,34 @@ class Trainer:
         self.flights.append(flight)
         run.schedule.step(1)
 
-    def _may_stay_in_flight(self, last: int) -> int:
+    def _steps_to_leave(self, last: int) -> int:
         """Steps that need not be done before the next is launched: one, unless something happens between them. While a
         checkpoint is written the saver's question would wait for it, and count as held up by the checkpoint."""
         flight = self.flights[-1]
         step = flight.step
-        intervals = (self.cfg.checkpoint.interval_steps, self.cfg.train.eval_interval)
+        evaluations = self.cfg.train.eval_interval if self.run_.datasets.valid is not None else 0
+        intervals = (self.cfg.checkpoint.interval_steps, evaluations)
         due = self.saver.writing or step == last or any(interval > 0 and step % interval == 0 for interval in intervals)
         return 0 if flight.work.finished or due or self.profiler.covers(step) or self.profiler.covers(step + 1) else 1
 
-    def _settle(self, leave: int) -> tuple[int, bool]:
-        """Wait for all launched steps but the last `leave`. Returns (stop signal, save now), agreed by all ranks."""
-        signal, save_now = 0, False
+    def _settle(self, leave: int) -> None:
+        """Wait for all launched steps but the last `leave`, and report them."""
         while len(self.flights) > leave:
             flight = self.flights.popleft()
             result = flight.work.result()
             self.watch.step = self.step = flight.step
-            agreed = self.reporter.end(flight.step, flight.launched, result, flight.lr, profiled=flight.profiled)
+            self.agreed = self.reporter.end(flight.step, flight.launched, result, flight.lr, profiled=flight.profiled)
             self._count_time(flight.profiled)
             with self.phases.of("profile"):
                 self.profiler.end(flight.step)
             self._count_bad_steps(result)
-            signal, save_now = max(signal, agreed.signal), save_now or agreed.save_now
-        return signal, save_now
+
+    def _asked(self) -> tuple[int, bool]:
+        """(stop signal, save now), as all ranks agreed in the newest step, which may still be under way: agreeing waits
+        for no device."""
+        agreed = self.flights[-1].launched.agreement.result() if self.flights else self.agreed
+        assert agreed is not None
+        return agreed.signal, agreed.save_now
 
     def _count_time(self, profiled: bool) -> None:
         throughput = self.reporter.throughput
@@ -167,7 +175,7 @@ class Trainer:
             raise UserError(
                 f"training: {self.bad_steps} steps in a row gave no finite gradient (last: step {self.step}, loss "
                 f"{result.loss}, grad_norm {result.grad_norm}), allowed {self.cfg.train.max_bad_steps - 1} "
-                "(train.max_bad_steps); the weights were left as before them. Lower optimizer.lr or check the data, "
+                "(train.max_bad_steps); none of them changed the weights. Lower optimizer.lr or check the data, "
                 "then start again from the newest checkpoint"
             )
 

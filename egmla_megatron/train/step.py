@@ -142,7 +142,7 @@ class StepInFlight:
 
 
 def graphed_passes(cfg: RunConfig, world: World, model: list[Any]) -> GraphedPasses | None:
-    """For `train_step`, where `train.cuda_graph` asks for it."""
+    """For `launch_step`, where `train.cuda_graph` asks for it."""
     if not cfg.train.cuda_graph:
         return None
     count = world.layout.num_microbatches

@@ -11,7 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from egmla_megatron.train.adam_cuda import PIECE, adam_table, adamw
+from egmla_megatron.train.adam_cuda import PIECE, adam_tables, adamw
 from egmla_megatron.train.device_adam import DecidedOnDevice, UpdatePlan, plan_of, single_optimizers
 from egmla_megatron.train.step import StepInFlight
 from egmla_megatron.train.update import update_weights
@@ -129,17 +129,20 @@ def test_a_parameter_without_gradient_stays() -> None:
 def test_several_pieces_and_what_does_not_fit() -> None:
     size = PIECE + 3
     tensors = tuple(torch.ones(size, dtype=torch.float32, device=DEVICE) for _ in range(5))
-    table = adam_table([tensors])
+    (table,) = adam_tables([tensors])
     assert table.rows_C6[:, 5].tolist() == [PIECE, 3] and table.aligned
     plan = torch.tensor([1.0, 1.0, 1.0, 1.0], device=DEVICE)
     adamw(table, plan, lr=1.0, betas=(0.0, 0.0), eps=0.0, weight_decay=0.5)
     assert tensors[1].unique().tolist() == [-0.5]  # 1 - (1 / 1 + 0.5 * 1)
+    off, *others = (torch.zeros(size + 1, dtype=torch.float32, device=DEVICE)[start:] for start in (1, 0, 0, 0, 0))
+    fits, does_not = adam_tables([tensors, (off, *(each[:-1] for each in others))])
+    assert (fits.aligned, does_not.aligned) == (True, False) and len(fits.rows_C6) == len(does_not.rows_C6) == 2
     with pytest.raises(ValueError, match="one size"):
-        adam_table([(tensors[0][:4], *tensors[1:])])
+        adam_tables([(tensors[0][:4], *tensors[1:])])
     with pytest.raises(ValueError, match="fp32 moments"):
-        adam_table([(*tensors[:2], tensors[2].bfloat16(), *tensors[3:])])
+        adam_tables([(*tensors[:2], tensors[2].bfloat16(), *tensors[3:])])
     with pytest.raises(ValueError, match="contiguous"):
-        adam_table([tuple(each[::2] for each in tensors)])
+        adam_tables([tuple(each[::2] for each in tensors)])
 
 
 class Single:

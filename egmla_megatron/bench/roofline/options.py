@@ -63,6 +63,7 @@ def _refuse_other_kernels(cfg: RunConfig) -> None:
         "model.attention_dropout": (model.attention_dropout, 0.0),
         "model.hidden_dropout": (model.hidden_dropout, 0.0),
         "run.deterministic": (cfg.run.deterministic, False),
+        "parallel.grad_reduce_dtype": (parallel.grad_reduce_dtype, "fp32"),
     }
     if model.gated:
         found["parallel.unique_ids"] = (parallel.unique_ids, True)

@@ -49,12 +49,12 @@ def _settings(opt: OptimizerConfig) -> dict[str, Any]:
 
 
 def _on_device(opt: OptimizerConfig, elements: int, buffers: Buffers) -> Call:
-    from egmla_megatron.train.adam_cuda import adam_table, adamw
+    from egmla_megatron.train.adam_cuda import adam_tables, adamw
 
     weight = buffers.normal(elements)
     gradient, master = (buffers.normal(elements, dtype=torch.float32) for _ in range(2))
     moments = (gradient.clone(), gradient.square())
-    table = adam_table([(gradient, weight, *moments, master)])
+    (table,) = adam_tables([(gradient, weight, *moments, master)])
     plan_4 = torch.tensor([1.0, 1.0, 1.0, 1.0], device=buffers.device)
 
     def run(_: Any) -> tuple[Tensor, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,6 +62,8 @@ class GateTable(MegatronModule):
         self.weight.allreduce = False  # type: ignore[attr-defined]
         exchanges = group.size() > 1 and torch.cuda.is_available()
         self.stream = torch.cuda.Stream(priority=-1) if exchanges else None  # before queued GEMMs
+        # called with the ids of a look-up, whose rows may wait for updates (train/deferred_rows.py)
+        self.before_look_up: Callable[[Tensor], None] | None = None
 
     def forward(self, ids: GateIds) -> Tensor:
         """Row numbers of a micro-batch -> gate embeddings of every layer of its own rows [U,L,D].
@@ -68,6 +71,8 @@ class GateTable(MegatronModule):
         With W > 1 on a GPU the exchange runs on `self.stream`, in backward too, so that it overlaps with the embedding
         and the first layer; who reads the result waits for that stream before (`wait`).
         """
+        if self.before_look_up is not None:
+            self.before_look_up(ids.lookup_R)
         rows_RLC = look_up(self.weight, ids.lookup_R, self._distinct_blocks(ids))
         if self.group.size() == 1:
             return rows_RLC

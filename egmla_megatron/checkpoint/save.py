@@ -34,6 +34,7 @@ from egmla_megatron.errors import UserError
 from egmla_megatron.model.build import BuiltModel
 from egmla_megatron.parallel.child_processes import deaf_children
 from egmla_megatron.parallel.world import World
+from egmla_megatron.train.deferred_rows import complete_rows
 
 __all__ = ["Saver"]
 
@@ -118,6 +119,7 @@ class Saver:
         if self.cfg.parallel.overlap_param_gather:
             for chunk in self.model:
                 chunk.start_param_sync(force_sync=True)  # the optimizer's step left that to the next forward
+        complete_rows(self.optimizer)
         model = model_state(self.built, self.world)
         optimizer = optimizer_state(self.optimizer, model, self.world, loading=False)
         return {"model": model, "optimizer": optimizer, "rng": rng_state(self.world)}

@@ -136,6 +136,9 @@ class OptimizerConfig:
     # Adam keeps the fp32 master weights of bf16 weights and writes both at once, and the device decides whether: the
     # host launches a step before the last one is done (GPUs with Transformer Engine, distributed only)
     fused_master_weights: bool = True
+    # rows of the gating tables that a step did not read are updated later, to the same bits: when they are read, and at
+    # the latest 128 steps on (with fused_master_weights, where a rank has the whole optimizer state of its tables)
+    deferred_table_updates: bool = True
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ def _at(table_ptr, index: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
-def _read(at, mask, MASKED: tl.constexpr):
+def read(at, mask, MASKED: tl.constexpr):
     if MASKED:
         return tl.load(at, mask=mask, other=0.0)
     else:
@@ -53,11 +53,20 @@ def _read(at, mask, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _write(at, value, mask, MASKED: tl.constexpr):
+def write(at, value, mask, MASKED: tl.constexpr):
     if MASKED:
         tl.store(at, value, mask=mask)
     else:
         tl.store(at, value)
+
+
+@triton.jit
+def updated(grad, mean, square, master, beta1, beta2, eps, rate, inverse2, decay):
+    """Moments and weight after one update. rate: lr / (1 - beta1^t); inverse2: 1 / (1 - beta2^t); decay: times lr."""
+    mean = beta1 * mean + (1.0 - beta1) * grad
+    square = beta2 * square + (1.0 - beta2) * grad * grad
+    master -= rate * mean / (tl.sqrt(square * inverse2) + eps) + decay * master
+    return mean, square, master
 
 
 @triton.jit
@@ -73,17 +82,16 @@ def _update(
         grad_at, weight_at = tl.multiple_of(grad_at, 16), tl.multiple_of(weight_at, 16)
         mean_at, square_at = tl.multiple_of(mean_at, 16), tl.multiple_of(square_at, 16)
         master_at = tl.multiple_of(master_at, 16)
-    factor, correction1, correction2 = tl.load(plan_ptr), tl.load(plan_ptr + 1), tl.load(plan_ptr + 2)
-    grad = _read(grad_at, mask, MASKED).to(tl.float32) * factor
-    mean = beta1 * _read(mean_at, mask, MASKED) + (1.0 - beta1) * grad
-    square = beta2 * _read(square_at, mask, MASKED) + (1.0 - beta2) * grad * grad
-    master = _read(master_at, mask, MASKED)
-    step = (mean / correction1) / (tl.sqrt(square / correction2) + eps) + decay * master
-    master -= lr * step
-    _write(mean_at, mean, mask, MASKED)
-    _write(square_at, square, mask, MASKED)
-    _write(master_at, master, mask, MASKED)
-    _write(weight_at, master.to(WEIGHT), mask, MASKED)
+    factor, rate, inverse2 = tl.load(plan_ptr), lr / tl.load(plan_ptr + 1), 1.0 / tl.load(plan_ptr + 2)
+    grad = read(grad_at, mask, MASKED).to(tl.float32) * factor
+    mean, square = read(mean_at, mask, MASKED), read(square_at, mask, MASKED)
+    mean, square, master = updated(
+        grad, mean, square, read(master_at, mask, MASKED), beta1, beta2, eps, rate, inverse2, lr * decay
+    )
+    write(mean_at, mean, mask, MASKED)
+    write(square_at, square, mask, MASKED)
+    write(master_at, master, mask, MASKED)
+    write(weight_at, master.to(WEIGHT), mask, MASKED)
 
 
 @triton.jit

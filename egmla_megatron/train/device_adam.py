@@ -14,6 +14,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from egmla_megatron.train.adam_cuda import AdamTable, AdamTensors
+    from egmla_megatron.train.deferred_rows import DeferredRows
 
 __all__ = ["DecidedOnDevice", "UpdatePlan", "plan_of", "single_optimizers", "use_device_adam"]
 
@@ -58,7 +59,12 @@ class DecidedOnDevice:
     def follow(self, plan: UpdatePlan) -> None:
         """Take updates from `plan`, which must be decided before every step."""
         self.plan = plan
+        self.deferred: list[DeferredRows] = []
         self._tables: dict[int, tuple[list[int], tuple[AdamTable, ...]]] = {}
+
+    def defer(self, rows: DeferredRows) -> None:
+        """Leave a parameter's updates to `rows`."""
+        self.deferred.append(rows)
 
     def updates(self) -> int:
         """Steps launched so far, less those that were taken back."""
@@ -73,25 +79,37 @@ class DecidedOnDevice:
         """Launch an update of all parameters that have a gradient, as planned."""
         from egmla_megatron.train.adam_cuda import adamw
 
+        elsewhere = {id(rows.parameter) for rows in self.deferred}
         for index, group in enumerate(self.param_groups):
             group["step"] = group.get("step", 0) + 1
-            tensors = [found for p in group["params"] if (found := self._tensors(p)) is not None]
+            mine = [p for p in group["params"] if id(p) not in elsewhere]
+            tensors = [found for p in mine if (found := self._tensors(p)) is not None]
             if tensors:
                 lr, betas, eps, decay = (group[name] for name in ("lr", "betas", "eps", "weight_decay"))
                 for table in self._of_group(index, tensors):
                     adamw(table, self.plan.numbers_4, lr=lr, betas=betas, eps=eps, weight_decay=decay)
+        for rows in self.deferred:
+            rows.update()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As FusedAdam's; the tensors are others afterwards, and the count of updates is that of the state."""
         super().load_state_dict(state_dict)  # type: ignore[misc]
         self._tables.clear()
         self.plan.count_known = False
+        for rows in self.deferred:
+            rows.forget()
 
     def _tensors(self, parameter: Tensor) -> AdamTensors | None:
         grad = getattr(parameter, "decoupled_grad", None)  # where megatron-core puts gradients of another type
         if grad is None or not grad.numel():
             return None
+        return self.tensors_of(parameter, grad, make=True)
+
+    def tensors_of(self, parameter: Tensor, grad: Tensor, *, make: bool) -> AdamTensors | None:
+        """The gradient and what is updated with it; None: before the first update, which makes them."""
         if not self.state[parameter]:
+            if not make:
+                return None
             self.initialize_state(parameter, False)  # type: ignore[attr-defined]
         state = self.state[parameter]
         return grad, parameter.data, state["exp_avg"], state["exp_avg_sq"], state["master_param"]

@@ -16,6 +16,7 @@ from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.config.to_mcore import ddp_config, fused_master_weights, optimizer_config
 from egmla_megatron.model.build import BuiltModel
 from egmla_megatron.parallel.world import World
+from egmla_megatron.train.deferred_rows import defer_rows
 from egmla_megatron.train.device_adam import use_device_adam
 
 __all__ = ["adopt_hyperparameters", "build_optimizer", "build_schedule", "loading_states", "wrap_ddp"]
@@ -66,6 +67,8 @@ def build_optimizer(cfg: RunConfig, model: list[Any], built: BuiltModel) -> Any:
     optimizer = get_megatron_optimizer(optimizer_config(cfg), model, config_overrides=_param_overrides(cfg))
     if fused_master_weights(cfg):
         use_device_adam(optimizer, (cfg.optimizer.beta1, cfg.optimizer.beta2), next(model[0].parameters()).device)
+        if cfg.optimizer.deferred_table_updates:
+            defer_rows(optimizer, model)
     built.config.grad_scale_func = optimizer.scale_loss
     return optimizer
 

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
 
+from egmla_megatron.train.deferred_rows import deferred_rows
 from egmla_megatron.train.device_adam import plan_of, single_optimizers
 
 __all__ = ["Update", "update_weights"]
@@ -43,10 +45,29 @@ def update_weights(optimizer: Any, clip: float) -> Update:
 def _norm_on_device(optimizer: Any) -> Tensor:
     """As megatron-core's, whose sum over optimizers of different groups would wait for the device."""
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
-    if len(chained) == 1 or optimizer.grads_states_parallel_group_is_shared():
+    by_rows = bool(deferred_rows(optimizer))
+    if not by_rows and (len(chained) == 1 or optimizer.grads_states_parallel_group_is_shared()):
         return torch.as_tensor(optimizer.get_grad_norm()).reshape(1).float()
-    squares = [torch.as_tensor(each.get_grad_norm()).reshape(1).float().square() for each in chained]
-    return torch.stack(squares).sum(0).sqrt()
+    return torch.stack([_squares(each) for each in chained]).sum(0).sqrt()
+
+
+def _squares(optimizer: Any) -> Tensor:
+    """Sum of the squares of a single optimizer's gradients over its group of ranks [1], fp32."""
+    rows = [] if getattr(optimizer, "is_stub_optimizer", False) else deferred_rows(optimizer)
+    if not rows:
+        return torch.as_tensor(optimizer.get_grad_norm()).reshape(1).float().square()
+    by_rows = {each.weight_VLC.main_grad.data_ptr() for each in rows}  # type: ignore[attr-defined]
+    # gradients that other ranks count are not among them
+    counted = [grad for grad in optimizer.get_grads_for_grad_norm() if grad.numel()]
+    others = [grad for grad in counted if grad.data_ptr() not in by_rows]
+    mine = {grad.data_ptr() for grad in counted}
+    squares = [each.squares() for each in rows if each.weight_VLC.main_grad.data_ptr() in mine]  # type: ignore[attr-defined]
+    squares += [grad.float().square().sum().reshape(1) for grad in others]
+    total_1 = torch.stack(squares).sum(0) if squares else rows[0].rows.history_H3.new_zeros(1)
+    group = optimizer.get_grad_stats_parallel_group()
+    if group.size() > 1:
+        dist.all_reduce(total_1, group=group)
+    return total_1
 
 
 def _by_the_host(optimizer: Any, clip: float) -> Update:

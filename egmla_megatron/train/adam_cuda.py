@@ -63,9 +63,10 @@ def write(at, value, mask, MASKED: tl.constexpr):
 @triton.jit
 def updated(grad, mean, square, master, beta1, beta2, eps, rate, inverse2, decay):
     """Moments and weight after one update. rate: lr / (1 - beta1^t); inverse2: 1 / (1 - beta2^t); decay: times lr."""
-    mean = beta1 * mean + (1.0 - beta1) * grad
-    square = beta2 * square + (1.0 - beta2) * grad * grad
-    master -= rate * mean / (tl.sqrt(square * inverse2) + eps) + decay * master
+    # fma where a compiler would choose: every kernel with these lines rounds alike
+    mean = tl.fma(beta1, mean, (1.0 - beta1) * grad)
+    square = tl.fma(beta2, square, (1.0 - beta2) * grad * grad)
+    master -= tl.fma(decay, master, rate * mean / (tl.sqrt(square * inverse2) + eps))
     return mean, square, master
 
 

@@ -7,7 +7,7 @@ or saved is another. (Lazy Adams leave them out.)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +19,7 @@ from egmla_megatron.train.device_adam import DecidedOnDevice, single_optimizers
 if TYPE_CHECKING:
     from egmla_megatron.train.adam_rows_cuda import RowTensors
 
-__all__ = ["DeferredRows", "complete_rows", "defer_rows", "deferred_rows", "zero_gradients"]
+__all__ = ["DeferredRows", "complete_rows", "defer_rows", "deferred_rows"]
 
 # V rows, N columns of all layers, R rows that are looked up
 
@@ -99,12 +99,12 @@ class DeferredRows:
         return None if found is None else tuple(map(self._flat, found))  # type: ignore[return-value]
 
 
-def defer_rows(optimizer: Any, model: Iterable[torch.nn.Module]) -> None:
+def defer_rows(optimizer: Any, model: Sequence[Any]) -> None:
     """Let the tables of `model` be updated by rows, unless other ranks hold the same columns: they look up other rows.
 
     Args:
         optimizer: megatron-core's, whose updates the device decides (`use_device_adam`).
-        model: the DDP-wrapped chunks.
+        model: the chunks, in `DataParallel`.
     """
     owners = {
         p.data_ptr(): (each.optimizer, p)
@@ -112,12 +112,14 @@ def defer_rows(optimizer: Any, model: Iterable[torch.nn.Module]) -> None:
         for group in each.optimizer.param_groups
         for p in group["params"]
     }
-    for table in (module for chunk in model for module in chunk.modules() if isinstance(module, GateTable)):
-        if table.replicas.size() == 1:
-            inner, parameter = owners[table.weight.data_ptr()]
-            rows = DeferredRows(inner, parameter, table.weight)
-            inner.defer(rows)
-            table.before_look_up = rows.before_look_up
+    for chunk in model:
+        for table in (module for module in chunk.modules() if isinstance(module, GateTable)):
+            if table.replicas.size() == 1:
+                inner, parameter = owners[table.weight.data_ptr()]
+                rows = DeferredRows(inner, parameter, table.weight)
+                inner.defer(rows)
+                chunk.deferred.append(rows)
+                table.before_look_up = rows.before_look_up
 
 
 def deferred_rows(optimizer: Any) -> list[DeferredRows]:
@@ -130,19 +132,3 @@ def complete_rows(optimizer: Any) -> None:
     """Before weights or the optimizer's state are read as a whole: to save them, or to compare."""
     for rows in deferred_rows(optimizer):
         rows.complete()
-
-
-def zero_gradients(model: Sequence[Any], optimizer: Any) -> None:
-    """As `zero_grad_buffer` of megatron-core's DDP, but for tables whose update left zeros behind."""
-    clean = {rows.weight_VLC.main_grad.untyped_storage().data_ptr() for rows in deferred_rows(optimizer) if rows.steps}  # type: ignore[attr-defined]
-    for chunk in model:
-        if not clean:
-            chunk.zero_grad_buffer()
-            continue
-        for parameter in chunk.params_with_grad:
-            parameter.grad_added_to_main_grad = False
-        for buffer in chunk.buffers + chunk.expert_parallel_buffers:
-            if buffer.grad_data.untyped_storage().data_ptr() not in clean:
-                buffer.reset()
-        for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
-            group.reset()

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import ParamKey, get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import ParamPredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -16,20 +16,29 @@ from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.config.to_mcore import ddp_config, fused_master_weights, optimizer_config
 from egmla_megatron.model.build import BuiltModel
 from egmla_megatron.parallel.world import World
+from egmla_megatron.train.data_parallel import DataParallel
 from egmla_megatron.train.deferred_rows import defer_rows
 from egmla_megatron.train.device_adam import use_device_adam
 
-__all__ = ["adopt_hyperparameters", "build_optimizer", "build_schedule", "loading_states", "wrap_ddp"]
+__all__ = [
+    "adopt_hyperparameters",
+    "build_optimizer",
+    "build_schedule",
+    "loading_states",
+    "wrap_ddp",
+]
 
 STYLES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "wsd": "WSD"}
 
 
 def wrap_ddp(cfg: RunConfig, built: BuiltModel, world: World) -> list[Any]:
-    """megatron-core's DDP around every chunk of the model, and the schedule hooks in the transformer config."""
+    """Every chunk of the model in megatron-core's DDP, and the schedule's hooks in the transformer config."""
     settings = ddp_config(cfg)
     model = [
         # as megatron-core's trainer does: only the first chunk's gradients, the last to come, are worth cutting up
-        DistributedDataParallel(built.config, settings, chunk, index > 0, pg_collection=world.groups)
+        DataParallel(
+            built.config, settings, chunk, index > 0, pg_collection=world.groups, written=_written_weights(cfg, chunk)
+        )
         for index, chunk in enumerate(built.wrapped)
     ]
 
@@ -44,6 +53,16 @@ def wrap_ddp(cfg: RunConfig, built: BuiltModel, world: World) -> list[Any]:
         built.config.no_sync_func = no_sync
     built.config.finalize_model_grads_func = finalize_model_grads
     return model
+
+
+def _written_weights(cfg: RunConfig, chunk: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Weights whose gradients Transformer Engine adds to the main gradients, once in every micro-batch. With
+    recomputation a layer's forward, which says whether to add, is that of another time."""
+    if cfg.train.recompute != "none":
+        return []
+    # Transformer Engine's name for it; megatron-core's own layers have none
+    fused = [each for each in chunk.modules() if getattr(each, "fuse_wgrad_accumulation", False)]
+    return [each.weight for each in fused if each.weight.requires_grad]  # type: ignore[misc]
 
 
 def _is_vector(parameter: torch.nn.Parameter) -> bool:

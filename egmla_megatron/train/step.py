@@ -16,7 +16,6 @@ from torch import Tensor
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.data.batch import Batch
 from egmla_megatron.parallel.world import World
-from egmla_megatron.train.deferred_rows import zero_gradients
 from egmla_megatron.train.device_adam import single_optimizers
 from egmla_megatron.train.graph import GraphedPasses
 from egmla_megatron.train.step_times import StepTimes
@@ -172,7 +171,8 @@ def launch_step(
         meanwhile: called once all passes are launched, when the host would only wait for the device.
     """
     with times.step() if times is not None else nullcontext():
-        zero_gradients(model, optimizer)
+        for chunk in model:
+            chunk.zero_grad_buffer()
         optimizer.zero_grad()
         if graph is not None:
             outputs = graph(batches)

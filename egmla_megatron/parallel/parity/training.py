@@ -17,6 +17,7 @@ from egmla_megatron.data.dataset import micro_batch_indices
 from egmla_megatron.model.build import BuiltModel, build_model
 from egmla_megatron.model.names import global_names
 from egmla_megatron.parallel.world import World, seed_everything
+from egmla_megatron.train.deferred_rows import complete_rows
 from egmla_megatron.train.optimizer import build_optimizer, build_schedule, wrap_ddp
 from egmla_megatron.train.setup import data_share
 from egmla_megatron.train.step import evaluate, train_step
@@ -92,10 +93,14 @@ def train_case(cfg: RunConfig, world: World, *, planned: bool = True) -> tuple[S
     schedule = build_schedule(cfg, optimizer, 0)
     named = named_parameters(built)
     snapshot: Snapshot = {"initial": _copies(named)}
-    step = train_step(cfg, world, model, optimizer, sample_batches(cfg, world, 0, planned=planned))
-    _whole_gradients(model)
+
+    def keep_gradients() -> None:
+        _whole_gradients(model)
+        snapshot["gradient"] = {name: parameter.main_grad.clone() for name, parameter in named.items()}
+
+    stream = sample_batches(cfg, world, 0, planned=planned)
+    step = train_step(cfg, world, model, optimizer, stream, meanwhile=keep_gradients)
     snapshot |= {"loss": step.loss, "grad_norm": step.grad_norm}
-    snapshot["gradient"] = {name: parameter.main_grad.clone() for name, parameter in named.items()}
     clipped = replace(cfg, optimizer=replace(cfg.optimizer, clip_grad=step.grad_norm / 3))
     for number in range(1, STEPS):
         schedule.step(1)
@@ -104,5 +109,6 @@ def train_case(cfg: RunConfig, world: World, *, planned: bool = True) -> tuple[S
     snapshot |= {"last_loss": step.loss, "last_grad_norm": step.grad_norm}
     microbatches = world.layout.num_microbatches
     snapshot["evaluation"] = evaluate(cfg, world, model, sample_batches(cfg, world, 0), microbatches)
+    complete_rows(optimizer)
     snapshot["weight"] = _copies(named)
     return snapshot, named

@@ -1,0 +1,68 @@
+"""megatron-core's data-parallel wrapper, which does not zero main gradients that a step writes over anyway."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from torch import Tensor
+from torch.nn import Parameter
+
+from egmla_megatron.train.deferred_rows import DeferredRows
+
+__all__ = ["DataParallel", "gaps"]
+
+
+class DataParallel(DistributedDataParallel):
+    """Weight gradients that Transformer Engine adds to the main gradients itself are written by a step's first
+    micro-batch and added by the others: for one micro-batch that is 12 bytes less of memory traffic per weight.
+    Transformer Engine reads `overwrite_main_grad` of a weight in forward, for the backward that belongs to it.
+
+    Args:
+        written: the weights for which that holds, see `written_weights`.
+        args, kwargs: as megatron-core's.
+    """
+
+    def __init__(self, *args: Any, written: list[Parameter], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.written = written
+        self.deferred: list[DeferredRows] = []  # tables whose updates leave zeros behind
+        self.first = False  # whether the next forward is the step's first
+
+    def zero_grad_buffer(self) -> None:
+        """As megatron-core's, at the beginning of a step."""
+        for parameter in self.params_with_grad:
+            parameter.grad_added_to_main_grad = False
+        clean = {id(rows.weight_VLC) for rows in self.deferred if rows.steps}
+        skipped = clean | {id(weight) for weight in self.written}
+        for buffer in self.buffers + self.expert_parallel_buffers:
+            kept = [place[:2] for weight, place in buffer.param_index_map.items() if id(weight) in skipped]
+            if kept:
+                pieces = [buffer.grad_data[start:end] for start, end in gaps(kept, buffer.grad_data.numel())]
+                if pieces:
+                    torch._foreach_zero_(pieces)
+            else:
+                buffer.reset()
+        for group in self.bucket_groups + self.expert_parallel_bucket_groups:
+            group.reset()
+        self._write(True)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Tensor:
+        """As megatron-core's."""
+        output = super().forward(*inputs, **kwargs)
+        if self.first and torch.is_grad_enabled():
+            self._write(False)
+        return output
+
+    def _write(self, first: bool) -> None:
+        self.first = first
+        for weight in self.written:
+            weight.overwrite_main_grad = first  # type: ignore[attr-defined]
+
+
+def gaps(kept: list[tuple[int, int]], size: int) -> list[tuple[int, int]]:
+    """What of `size` elements lies in none of the disjoint ranges `kept`, as ranges in order."""
+    ordered = sorted(kept)
+    starts, ends = [0, *(end for _, end in ordered)], [*(start for start, _ in ordered), size]
+    return [(start, end) for start, end in zip(starts, ends, strict=True) if start < end]

@@ -21,7 +21,15 @@ from egmla_megatron.config.values import convert
 from egmla_megatron.environment import gpu_count
 from egmla_megatron.errors import UserError
 
-__all__ = ["architecture", "architecture_difference", "dump_yaml", "from_dict", "load_config", "to_dict"]
+__all__ = [
+    "architecture",
+    "architecture_difference",
+    "dump_yaml",
+    "from_dict",
+    "load_config",
+    "overridden",
+    "to_dict",
+]
 
 _CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 _NAMED_FOLDERS = ("run", "model")
@@ -76,6 +84,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, gpu: bool | 
             "build; include one of configs/model, or give model.KEY=VALUE"
         )
     return _choose_graph(config, gpu) if automatic else config
+
+
+def overridden(overrides: Sequence[str]) -> dict[str, Any]:
+    """Returns what the overrides set: section.key -> text or list, unchecked. Raises UserError for one that is none."""
+    parsed = dict(_parse_override(override) for override in overrides)
+    return {f"{section}.{key}": given.value for (section, key), given in parsed.items()}
 
 
 def _take_auto(values: _Values) -> bool:

@@ -11,7 +11,7 @@ import re
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
-__all__ = ["convert"]
+__all__ = ["as_text", "convert"]
 
 _INTEGER = re.compile(r"[+-]?\d[\d_]*")
 _SCIENTIFIC = re.compile(r"\d+(\.\d+)?[eE]\+?\d+")
@@ -29,6 +29,15 @@ def convert(value: Any, hint: Any) -> Any:
         return _strings(value) if get_args(hint)[0] is str else _integers(value)
     readers = {bool: _boolean, int: _integer, float: _number, str: _string}
     return readers[hint](value)
+
+
+def as_text(value: Any) -> str:
+    """`value` as people write it after `section.key=`: true, [a,b], and texts and numbers as they are."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(as_text, value))}]"
+    return str(value)
 
 
 def _boolean(value: Any) -> bool:

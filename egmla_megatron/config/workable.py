@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from egmla_megatron.config.values import as_text
 from egmla_megatron.errors import UserError
 
 __all__ = ["divisors", "nearest", "nearest_divisor", "nearest_multiple", "refuse"]
@@ -12,12 +14,13 @@ __all__ = ["divisors", "nearest", "nearest_divisor", "nearest_multiple", "refuse
 
 def refuse(what: str, got: Any, allowed: str, fix: str) -> NoReturn:
     """Raises UserError with the four parts of every message."""
-    raise UserError(f"{what}: got {got}; allowed: {allowed}; fix: {fix}")
+    raise UserError(f"{what}: got {as_text(got)}; allowed: {allowed}; fix: {fix}")
 
 
 def divisors(n: int) -> list[int]:
     """Returns the divisors of n >= 1, ascending."""
-    return [d for d in range(1, n + 1) if n % d == 0]
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
 
 
 def nearest(value: int, workable: Sequence[int]) -> int:

@@ -12,12 +12,13 @@ from egmla_megatron.config.check import Layout, check_config
 from egmla_megatron.config.check_model import check_model
 from egmla_megatron.config.load import load_config
 from egmla_megatron.config.schema import ModelConfig, Recompute, RunConfig
+from egmla_megatron.config.values import as_text
 from egmla_megatron.errors import UserError
 from egmla_megatron.model.count import count_parameters, flops_per_token, kv_cache_elements_per_token
 from egmla_megatron.report.cards import USABLE, Card, Cluster
 from egmla_megatron.report.memory import memory_per_rank, optimizer_bytes, parameters_of_rank, worst_stage
 from egmla_megatron.report.rates import Workload
-from egmla_megatron.report.search import search_layouts
+from egmla_megatron.report.search import pinned_settings, search_layouts
 from egmla_megatron.report.step_time import StepTime, estimate_error, estimate_step, missing_for_estimate
 from egmla_megatron.report.traffic import collectives_of_step
 
@@ -70,12 +71,16 @@ def make_comparison(
 
 
 def make_search(config: str | Path, overrides: Sequence[str], gpus: int, hardware: Hardware) -> dict[str, Any]:
-    """Layouts that fit, best first, as plain data. Raises UserError on bad input."""
+    """Layouts that fit, best first, as plain data; settings of the search that `overrides` give are pinned.
+
+    Raises UserError on bad input.
+    """
     cfg = load_config(config, overrides, gpu=True)
     check_model(cfg.model)
     te, triton = _on_gpus(cfg)
-    found = search_layouts(cfg, gpus, hardware.card, hardware.cluster, te=te, triton=triton)
-    layouts = []
+    pins = pinned_settings(cfg, overrides)
+    searched = search_layouts(cfg, gpus, hardware.card, hardware.cluster, pins, te=te, triton=triton)
+    found, layouts = searched.found, []
     for item in found:
         layout = item.settings | {"memory_gib": round(item.total_gib, 2)}
         if item.tokens_per_second is not None:
@@ -83,6 +88,9 @@ def make_search(config: str | Path, overrides: Sequence[str], gpus: int, hardwar
             layout |= {"estimate_error": item.error}
         layouts.append(layout)
     plan = {"model": cfg.model.name, "gpus": gpus, "card": dataclasses.asdict(hardware.card), "layouts": layouts}
+    plan |= {"pinned": {name: as_text(value) for name, value in pins.items()}}
+    if not found:
+        plan |= {"smallest_gib": round(searched.smallest_gib, 2), "layouts_without_pin": searched.without_pin}
     missing = missing_for_estimate(cfg, found[0].layout, hardware.card, hardware.cluster) if found else None
     return plan | ({"estimate_missing": missing} if missing else {})
 

@@ -176,11 +176,13 @@ def format_search(found: dict[str, Any], most: int = 12) -> str:
     card, layouts = found["card"], found["layouts"]
     head = f"{found['model']} on {found['gpus']} {card['name']} of {card['memory_gib']:.1f} GiB: "
     if not layouts:
-        return head + "nothing fits; more GPUs, or a smaller model"
+        return head + _nothing_fits(found)
     known = "tokens_per_second" in layouts[0]
     why = found.get("estimate_missing")
     order = "by estimated tokens/s" if known else "nothing computed twice first, then the least model parallelism"
     lines = [f"{head}{len(layouts)} layouts fit, {order}"]
+    if found["pinned"]:
+        lines.append(f"  pinned by the command line: {_pins(found)}")
     if why:
         lines.append(f"  speed not estimated: {why}")
     for layout in layouts[:most]:
@@ -193,6 +195,24 @@ def format_search(found: dict[str, Any], most: int = 12) -> str:
         lines.append(f"  {layout['memory_gib']:>7.2f} GiB{speed}  {settings}")
     if known:
         lines.append("  +-: largest error of such estimates against measured steps; smaller differences may be none")
+    return "\n".join(lines)
+
+
+def _pins(found: dict[str, Any]) -> str:
+    return " ".join(f"{name}={value}" for name, value in found["pinned"].items())
+
+
+def _nothing_fits(found: dict[str, Any]) -> str:
+    """What a layout needs at least, and which pin keeps what would fit away."""
+    needs = f"the least that a layout needs is {found['smallest_gib']:.2f} GiB of a GPU"
+    if not found["pinned"]:
+        return f"nothing fits ({needs}); more GPUs, or a smaller model"
+    lines = [f"nothing fits with what the command line pins ({needs})"]
+    for name, count in found["layouts_without_pin"].items():
+        what = f"{count:,d} layouts fit" if count else "nothing fits either"
+        lines.append(f"  without {name}={found['pinned'][name]}: {what}")
+    if not any(found["layouts_without_pin"].values()):
+        lines.append("  leave several of them out, take more GPUs or a smaller model")
     return "\n".join(lines)
 
 

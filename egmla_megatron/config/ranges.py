@@ -24,6 +24,7 @@ _POSITIVE_INTEGERS = (
     "parallel.gate_group",
     "logging.interval_steps",
 )
+_FROM_ONE = (*_POSITIVE_INTEGERS, "train.collective_timeout_s")
 _NOT_NEGATIVE = (
     "run.seed",
     "data.num_workers",
@@ -44,7 +45,6 @@ _NOT_NEGATIVE = (
     "logging.warmup_steps",
 )
 _POSITIVE = (
-    "train.collective_timeout_s",
     "optimizer.lr",
     "optimizer.eps",
     "model.rope_theta",
@@ -56,17 +56,42 @@ _POSITIVE = (
 _BELOW_ONE = ("optimizer.beta1", "optimizer.beta2", "model.attention_dropout", "model.hidden_dropout")
 _UP_TO_ONE = ("optimizer.min_lr_ratio",)
 _INT32 = 2**31 - 1  # megatron-core counts sizes, epochs and documents in 32 bits
+_YEAR_S = 31_536_000  # the store and the process groups overflow far beyond it
+_WIDEST, _MOST_LAYERS = 2**20, 10_000  # far beyond any model that was ever built
+# products of a few of the fractional ones must fit into a float of 32 bits
 _LARGEST = {
     "run.seed": 2**32 - 1,  # of numpy's RandomState, which shuffles the samples
     "train.tokens": 2**63 - 1,
-    "train.peer_timeout_s": 31_536_000,  # a year; the store and the process groups overflow far beyond it
-    "train.collective_timeout_s": 31_536_000,
+    "train.peer_timeout_s": _YEAR_S,
+    "train.collective_timeout_s": _YEAR_S,
+    "data.num_workers": 1024,
+    "model.num_layers": _MOST_LAYERS,
+    "model.hidden_size": _WIDEST,
+    "model.num_attention_heads": _WIDEST,
+    "model.intermediate_size": _WIDEST,
+    "model.qk_nope_head_dim": _WIDEST,
+    "model.qk_rope_head_dim": _WIDEST,
+    "model.v_head_dim": _WIDEST,
+    "model.q_lora_rank": _WIDEST,
+    "model.kv_lora_rank": _WIDEST,
+    "model.kv_emb_dim": _WIDEST,
+    "model.rope_theta": 10**12,
+    "model.rms_norm_eps": 1,
+    "model.gate_norm_eps": 1,
+    "model.init_std": 1000,
+    "model.gate_table_init_std": 1000,
+    "optimizer.lr": 1000,
+    "optimizer.eps": 1,
+    "optimizer.weight_decay": 1000,
+    "optimizer.clip_grad": 10**12,  # of gradients that are never clipped, but whose norm is looked at
+    "optimizer.gate_table_lr_ratio": 1000,
+    "checkpoint.interval_minutes": _YEAR_S // 60,
 }
 
 
 def check_ranges(cfg: RunConfig) -> None:
     """Raises UserError for the first value outside its limits."""
-    for name in _POSITIVE_INTEGERS:
+    for name in _FROM_ONE:
         _check(cfg, name, _value(cfg, name) >= 1, "at least 1")
     for name in _NOT_NEGATIVE:
         _check(cfg, name, 0 <= _value(cfg, name) < math.inf, "0 or more")
@@ -81,7 +106,7 @@ def check_ranges(cfg: RunConfig) -> None:
 
 
 def _check_upper_limits(cfg: RunConfig) -> None:
-    """Whole numbers that the libraries below cannot hold would end in their tracebacks, hours later at worst."""
+    """Numbers that the libraries below cannot hold would end in their tracebacks, hours later at worst."""
     for section in dataclasses.fields(cfg):
         for field in dataclasses.fields(getattr(cfg, section.name)):
             name = f"{section.name}.{field.name}"

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args, get_origin
 __all__ = ["as_text", "convert"]
 
 _INTEGER = re.compile(r"[+-]?\d[\d_]*")
+_MOST_DIGITS = 100  # Python refuses thousands of them in words of its own
 _SCIENTIFIC = re.compile(r"\d+(\.\d+)?[eE]\+?\d+")
 
 
@@ -52,7 +53,7 @@ def _integer(value: Any) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     if isinstance(value, str):
-        if _INTEGER.fullmatch(value):
+        if len(value) <= _MOST_DIGITS and _INTEGER.fullmatch(value):
             return int(value)
         if _SCIENTIFIC.fullmatch(value) and float(value).is_integer():
             return int(float(value))  # 5e10 tokens is how people write a budget

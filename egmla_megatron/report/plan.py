@@ -11,6 +11,7 @@ from typing import Any, get_args
 from egmla_megatron.config.check import Layout, check_config
 from egmla_megatron.config.check_model import check_model
 from egmla_megatron.config.load import load_config
+from egmla_megatron.config.ranges import check_ranges
 from egmla_megatron.config.schema import ModelConfig, Recompute, RunConfig
 from egmla_megatron.config.values import as_text
 from egmla_megatron.errors import UserError
@@ -56,6 +57,7 @@ def make_plan(
     bad input. The run is planned as on GPUs, whatever this machine has.
     """
     cfg = load_config(config, overrides, gpu=True)
+    check_ranges(cfg)
     check_model(cfg.model)
     plan = _plan_of_model(cfg)
     if world_size is not None:
@@ -76,6 +78,7 @@ def make_search(config: str | Path, overrides: Sequence[str], gpus: int, hardwar
     Raises UserError on bad input.
     """
     cfg = load_config(config, overrides, gpu=True)
+    check_ranges(cfg)
     check_model(cfg.model)
     te, triton = _on_gpus(cfg)
     pins = pinned_settings(cfg, overrides)

@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
+from egmla_megatron.config.check_attention import check_kernel
 from egmla_megatron.errors import UserError
 
 __all__ = ["BACKENDS", "TorchCoreAttention", "choose_backend", "whole_sequence"]
@@ -44,17 +45,13 @@ def choose_backend(name: str, *, cuda: bool, precision: str, equal_heads: bool, 
     memory-efficient kernels; a CPU has flash (equal heads, no dropout) and math.
 
     Raises:
-        UserError: the named backend does not exist for the torch implementation.
+        UserError: the named backend cannot run that.
     """
     if name == "auto":
         if cuda:
             return "cudnn" if precision == "bf16" else "efficient"
         return "flash" if equal_heads and not dropout else "math"
-    if name not in BACKENDS:
-        raise UserError(
-            f"parallel.attention_backend: got {name!r} with the torch implementation, allowed auto, "
-            f"{', '.join(BACKENDS)}; set parallel.implementation=te for te_fused"
-        )
+    check_kernel(name, cuda=cuda, precision=precision, equal=equal_heads, dropout=dropout)
     return name
 
 

@@ -29,9 +29,8 @@ _OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 
 def _single_rank(cfg: RunConfig) -> RunConfig:
     """The run's configuration for one rank in fp32, with the plain torch layers."""
-    train = replace(
-        cfg.train, precision="fp32", recompute="none", micro_batch_size=1, global_batch_size=1, cuda_graph=False
-    )
+    train = replace(cfg.train, precision="fp32", fp8="none", recompute="none", cuda_graph=False)
+    train = replace(train, micro_batch_size=1, global_batch_size=1)
     return replace(cfg, parallel=ParallelConfig(implementation="torch"), train=train)
 
 

@@ -16,6 +16,7 @@ from egmla_megatron.config.check import Layout, check_config, micro_batch_unit
 from egmla_megatron.config.load import dump_yaml, from_dict, load_config
 from egmla_megatron.config.schema import OptimizerConfig, ParallelConfig, RunConfig
 from egmla_megatron.errors import UserError
+from egmla_megatron.train.machine import check_machine
 
 __all__ = ["Evaluation", "Score", "as_rows", "as_table", "measure", "plan_evaluation"]
 
@@ -24,6 +25,7 @@ _SETTINGS = (
     "train.micro_batch_size",
     "train.seq_length",
     "train.precision",
+    "train.fp8",
     "data.eod_",
     "data.cache_dir",
 )
@@ -78,7 +80,9 @@ def plan_evaluation(
     path = find_checkpoint(Path(where))
     manifest = read_manifest(path)
     runs = {prefix: _run(manifest.config, prefix, overrides, ranks) for prefix in data}
-    layout = check_config(next(iter(runs.values())), ranks)
+    first = next(iter(runs.values()))
+    layout = check_config(first, ranks)
+    check_machine(first)
     return Evaluation(path, manifest.step, runs, layout, sequences)
 
 

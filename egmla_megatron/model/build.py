@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from egmla_megatron.attention.core_attention import choose_backend
 from egmla_megatron.attention.gate_ids import GateIds, ids_of_one_rank
 from egmla_megatron.attention.token_table import GateTable
+from egmla_megatron.config.check_attention import equal_heads
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.config.to_mcore import transformer_config
 from egmla_megatron.errors import UserError
@@ -119,10 +120,12 @@ def _resolve_attention(cfg: RunConfig, implementation: str) -> tuple[str, str]:
             )
         return "te_fused", "math"
     model = cfg.model
-    equal = model.attention == "mha" or model.qk_nope_head_dim + model.qk_rope_head_dim == model.v_head_dim
-    cuda = torch.cuda.is_available()
     kernel = choose_backend(
-        wanted, cuda=cuda, precision=cfg.train.precision, equal_heads=equal, dropout=model.attention_dropout > 0
+        wanted,
+        cuda=torch.cuda.is_available(),
+        precision=cfg.train.precision,
+        equal_heads=equal_heads(model),
+        dropout=model.attention_dropout > 0,
     )
     return kernel, kernel
 

@@ -15,14 +15,19 @@ from pathlib import Path
 from typing import Any
 
 from egmla_megatron.cli import CommandParser, run_main
+from egmla_megatron.checkpoint.manifest import find_checkpoint
 from egmla_megatron.config.check import check_config
 from egmla_megatron.config.load import load_config
+from egmla_megatron.config.schema import RunConfig
+from egmla_megatron.config.workable import refuse
+from egmla_megatron.data.documents import check_document_options
 from egmla_megatron.environment import whole_number
 from egmla_megatron.errors import UserError
 from egmla_megatron.folders import refuse_name, refuse_unwritable
 from egmla_megatron.quickstart.supervise import Launch, read_events, resume_difference, run_training
-from egmla_megatron.quickstart.text import QuickstartData, prepare_text
+from egmla_megatron.quickstart.text import VOCAB_SIZE, QuickstartData, prepare_text
 from egmla_megatron.quiet import quiet_libraries
+from egmla_megatron.train.machine import check_machine
 
 CONFIG = "quickstart"
 MARKER = "quickstart.json"  # says that the folder is a quickstart's, which a new quickstart may replace
@@ -143,7 +148,42 @@ def _check(out: str, overrides: list[str]) -> None:
         if name in OWN:
             raise UserError(f"{name}: got {override!r}, but the quickstart makes its own; choose the folder with --out")
     ranks, layout = _layout()
-    check_config(load_config(CONFIG, [*layout, *overrides]), ranks)
+    cfg = load_config(CONFIG, [*layout, *overrides])
+    check_config(cfg, ranks)
+    check_document_options(cfg)
+    check_machine(cfg)
+    if cfg.data.cache_dir:
+        refuse_name("data.cache_dir", cfg.data.cache_dir)
+        refuse_unwritable("data.cache_dir", cfg.data.cache_dir)
+    if cfg.checkpoint.load:
+        find_checkpoint(Path(cfg.checkpoint.load))
+    _check_story(cfg)
+
+
+def _check_story(cfg: RunConfig) -> None:
+    """What the quickstart itself needs of settings that are fine for other runs.
+
+    Raises:
+        UserError: names the setting.
+    """
+    if cfg.model.vocab_size < VOCAB_SIZE:
+        allowed = f"at least {VOCAB_SIZE}, the pieces of the quickstart's tokenizer"
+        refuse("model.vocab_size", cfg.model.vocab_size, allowed, f"set model.vocab_size={VOCAB_SIZE}")
+    if cfg.checkpoint.resume != "auto":
+        what = "checkpoint.resume: the quickstart starts anew, is killed and resumes"
+        refuse(what, cfg.checkpoint.resume, "auto", "leave it out")
+    every, last = cfg.checkpoint.interval_steps, cfg.total_steps - STEPS_TO_REPEAT - 1
+    if not 1 <= every <= last:
+        refuse(
+            f"checkpoint.interval_steps: the quickstart kills the training {STEPS_TO_REPEAT} steps after a checkpoint",
+            f"{every} in a run of {cfg.total_steps} steps",
+            f"1 to {last}" if last >= 1 else "a longer run",
+            f"set checkpoint.interval_steps={max(1, last // 2)}" + ("" if last >= 1 else " and train.steps=50"),
+        )
+    if cfg.train.exit_after_steps:
+        refuse(
+            "train.exit_after_steps: the quickstart trains to the end", cfg.train.exit_after_steps, "0", "leave it out"
+        )
 
 
 def main() -> int:

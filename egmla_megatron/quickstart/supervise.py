@@ -103,8 +103,9 @@ def run_training(launch: Launch, total_steps: int, label: str, kill_at: int | No
             bar.update(total_steps - bar.n)
     if not killed and process.returncode != 0:
         tail = launch.log.read_text(errors="replace").splitlines()
-        errors = [line for line in tail if line.startswith("error:")]
-        raise UserError(f"training: exit code {process.returncode}; {(errors or tail[-1:])[-1]} (log: {launch.log})")
+        errors = [line.removeprefix("error: ") for line in tail if line.startswith("error:")]
+        said = (errors or tail[-1:] or ["it said nothing"])[-1]
+        raise UserError(f"training ended with exit code {process.returncode}: {said} (log: {launch.log})")
     return killed
 
 

@@ -10,7 +10,7 @@ from egmla_megatron.data.indexed import write_texts
 from egmla_megatron.data.tokenizer import load_tokenizer
 from egmla_megatron.data.train_tokenizer import train_sentencepiece
 
-__all__ = ["QuickstartData", "prepare_text"]
+__all__ = ["VOCAB_SIZE", "QuickstartData", "prepare_text"]
 
 VOCAB_SIZE = 8192  # pieces, as configs/model/quickstart.yaml
 

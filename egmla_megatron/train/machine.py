@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
+from egmla_megatron.config.check_attention import check_attention
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.environment import gpu_count, whole_number
 from egmla_megatron.errors import UserError
@@ -12,7 +13,7 @@ __all__ = ["check_machine"]
 
 
 def check_machine(cfg: RunConfig) -> None:
-    """Transformer Engine where it is asked for, and a GPU for every rank of this node.
+    """Transformer Engine, kernels and CUDA graphs where they are asked for, and a GPU for every rank of this node.
 
     Raises:
         UserError: names what is missing.
@@ -26,6 +27,12 @@ def check_machine(cfg: RunConfig) -> None:
                 f"parallel.implementation=te: {missing}; set parallel.implementation=torch, or install the extra 'te' "
                 "on a GPU machine (EGMLA_EXTRAS=dev,te)"
             )
+    check_attention(cfg, cuda=gpus > 0)
+    needs_gpu = {"parallel.kernels": (cfg.parallel.kernels, "triton"), "train.fp8": (cfg.train.fp8, "tensorwise")}
+    for name, (got, wanted) in needs_gpu.items():
+        if got == wanted and not gpus:
+            other = "torch" if name == "parallel.kernels" else "none"
+            raise UserError(f"{name}: got {got}, allowed {other} without a CUDA device; set {name}={other}")
     if cfg.train.cuda_graph and not gpus:
         raise UserError(
             "train.cuda_graph: got true, allowed false and auto without a CUDA device; set train.cuda_graph=auto"

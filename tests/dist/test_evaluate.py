@@ -44,6 +44,7 @@ def test_perplexity_of_a_checkpoint_on_any_layout(root: Path, tmp_path: Path) ->
         (str(run), valid, [], -1, "--sequences: got -1"),
         (str(run), valid, ["model.num_layers=1"], 0, "got model.num_layers=1, allowed parallel."),
         (str(run), valid, ["parallel.tensor=3"], 0, "parallel.tensor"),
+        (str(run), valid, ["parallel.attention_backend=cudnn"], 0, "runs on GPUs, and no CUDA device is visible"),
         (str(run), missing, [], 0, "other"),
         (str(tmp_path), valid, [], 0, "no complete checkpoint"),
     ):

@@ -20,6 +20,7 @@ from egmla_megatron.train.main import main
 from egmla_megatron.train.run_dir import write_config
 from tests.tiny import write_run, write_tokenizer
 
+EQUAL = ["model.v_head_dim=48"]  # as wide as q and k of the quickstart's model
 CHECKED = 4  # steps of the checkpoint
 
 
@@ -242,6 +243,24 @@ def test_a_launcher_variable_that_is_no_number(
         (True, 2, "2", ["train.cuda_graph=true"], ""),
         (True, 0, "2", ["train.cuda_graph=auto"], ""),
         (True, 2, "2", ["train.cuda_graph=auto"], ""),
+        (True, 0, "1", ["parallel.attention_backend=cudnn"], "runs on GPUs, .* got cudnn; allowed: auto, math; fix"),
+        (True, 0, "1", [*EQUAL, "parallel.attention_backend=efficient"], "got efficient; allowed: auto, flash, math"),
+        (True, 0, "1", [*EQUAL, "parallel.attention_backend=flash"], ""),
+        (True, 0, "1", ["parallel.attention_backend=flash"], "heads of q, k and v of one size: got flash"),
+        (
+            True,
+            0,
+            "1",
+            [*EQUAL, "parallel.attention_backend=flash", "model.attention_dropout=0.1"],
+            "no dropout .* flash",
+        ),
+        (True, 0, "1", ["parallel.attention_backend=math"], ""),
+        (True, 0, "1", ["parallel.attention_backend=te_fused"], "layers of torch: got te_fused; .*implementation=te"),
+        (True, 1, "1", ["parallel.attention_backend=te_fused"], ""),
+        (False, 1, "1", ["parallel.implementation=torch", "parallel.attention_backend=cudnn"], "precision=fp32"),
+        (False, 1, "1", ["parallel.implementation=torch", "parallel.attention_backend=efficient"], ""),
+        (True, 0, "1", ["parallel.kernels=triton"], "parallel.kernels: got triton, allowed torch without a CUDA"),
+        (True, 0, "1", ["train.fp8=tensorwise"], "train.fp8: got tensorwise, allowed none without a CUDA"),
     ],
 )
 def test_what_the_machine_lacks(

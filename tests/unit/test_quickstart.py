@@ -9,6 +9,7 @@ import pytest
 
 from egmla_megatron.errors import UserError
 from egmla_megatron.quickstart import __main__ as quickstart
+from egmla_megatron.quickstart.supervise import Launch, run_training
 
 
 @pytest.fixture
@@ -51,6 +52,17 @@ def start(monkeypatch: pytest.MonkeyPatch, out: Path | str, *overrides: str) -> 
         (["train.steps=5"], "2", "optimizer.warmup_steps"),
         (["parallel.tensor=3"], "2", "number of ranks is no multiple"),
         (["train.global_batch_size=3"], "2", "train.global_batch_size"),
+        (["train.cuda_graph=true"], "2", "train.cuda_graph: got true"),
+        (["parallel.attention_backend=cudnn"], "2", "parallel.attention_backend: that kernel runs on GPUs"),
+        (["parallel.attention_backend=flash"], "2", "parallel.attention_backend: on a CPU that kernel wants heads"),
+        (["data.reset_attention_mask=true"], "2", "data.reset_attention_mask: got true"),
+        (["data.cache_dir=/proc/x"], "2", "data.cache_dir: got /proc/x"),
+        (["checkpoint.load=/gone"], "2", "/gone"),
+        (["model.vocab_size=100"], "2", "model.vocab_size: got 100; allowed: at least 8192"),
+        (["checkpoint.resume=never"], "2", "checkpoint.resume: the quickstart starts anew"),
+        (["checkpoint.interval_steps=0"], "2", "got 0 in a run of 110 steps; allowed: 1 to 101"),
+        (["train.steps=30"], "2", "got 30 in a run of 30 steps; allowed: 1 to 21"),
+        (["train.exit_after_steps=5"], "2", "train.exit_after_steps: the quickstart trains to the end"),
         (["run.dir=elsewhere"], "2", "run.dir: got 'run.dir=elsewhere', but the quickstart makes its own"),
         (["data.train=[mine]"], "2", "choose the folder with --out"),
         ([], "abc", "EGMLA_NPROC: got abc, allowed a whole number from 1"),
@@ -70,6 +82,15 @@ def test_a_mistake_leaves_the_former_run_alone(
     assert message in str(caught.value)
     assert (former / "run" / "precious").exists()
     assert (former / quickstart.MARKER).read_text() == "{}"
+
+
+def test_the_trainers_word_is_passed_on_without_its_prefix(tmp_path: Path) -> None:
+    launch = Launch(1, "quickstart", ["train.stepz=3"], tmp_path / "run", tmp_path / "log")
+    with pytest.raises(UserError) as caught:
+        run_training(launch, 1, "train")
+    message = str(caught.value)
+    assert message.startswith("training ended with exit code 2: override 'train.stepz=3': unknown key")
+    assert "error:" not in message and message.endswith(f"(log: {tmp_path / 'log'})")
 
 
 def test_without_a_mistake_the_former_run_is_replaced(

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from egmla_megatron.errors import UserError
 
-__all__ = ["CommandParser", "run_main"]
+__all__ = ["CommandParser", "check_count", "run_main"]
 
 _USER_MISTAKE = 2
 _INTERRUPTED = 130
@@ -24,6 +24,14 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"command line: {message}; see --help")
+
+
+def check_count(option: str, value: int | None, least: int, most: int) -> None:
+    """Raises UserError for a number given with `option` that is none of least to most; None: not given."""
+    if value is not None and not least <= value <= most:
+        raise UserError(
+            f"{option}: got {value}, allowed a whole number from {least} to {most}; give one, or leave the option out"
+        )
 
 
 def run_main(main: Callable[[], int | None]) -> NoReturn:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from egmla_megatron.cli import CommandParser, run_main
+from egmla_megatron.cli import CommandParser, check_count, run_main
 from egmla_megatron.preprocess.bench import Bench, Peers
 from egmla_megatron.preprocess.measure import hardware
 
@@ -34,6 +34,10 @@ def main() -> None:
     parser.add_argument("--verify-bytes", type=int, default=2_000_000_000)
     parser.add_argument("--folder", type=Path, help="scratch (default: a temporary folder)")
     given = parser.parse_args()
+    check_count("-n", given.n, 1, 1000)
+    check_count("--workers", given.workers, 1, 4096)
+    check_count("--copies", given.copies, 1, 10_000)
+    check_count("--verify-bytes", given.verify_bytes, 1, 2**50)
     root = Path(__file__).resolve().parents[1]
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True, check=True

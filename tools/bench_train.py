@@ -17,15 +17,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from egmla_megatron.bench.schedule import Schedule
-from egmla_megatron.bench.train_variants import VARIANTS, choose_variants, train_config
-from egmla_megatron.cli import CommandParser, run_main
-from egmla_megatron.config.check import check_config
+from egmla_megatron.bench.schedule import MOST_ROUNDS, MOST_STEPS, Schedule
+from egmla_megatron.bench.train_variants import VARIANTS, checked_variant, choose_variants, same_as
+from egmla_megatron.cli import CommandParser, check_count, run_main
 from egmla_megatron.environment import gpu_count, whole_number
-from egmla_megatron.errors import UserError
 from egmla_megatron.folders import refuse_unwritable_file
 from egmla_megatron.quiet import quiet_libraries
-from egmla_megatron.train.machine import check_machine
 
 
 def main() -> int:
@@ -33,30 +30,29 @@ def main() -> int:
     add = parser.add_argument
     add("config", help="YAML file, or a name from configs/run or configs/model")
     add("overrides", nargs="*", metavar="section.key=value", help="settings common to all variants")
-    add("--variants", nargs="+", default=["base"], metavar="NAME", help=f"{', '.join(VARIANTS)}; a+b; NAME:k=v,k=v")
+    add("--variants", nargs="+", default=["base"], metavar="NAME", help=f"{', '.join(VARIANTS)}; a+b; NAME:k=v,k=[v,w]")
     add("--steps", type=int, default=20, help="measured steps of a variant and round (20)")
     add("--warmup", type=int, default=6, help="steps before them (6)")
     add("--rounds", type=int, default=1, help="times that all variants run, every other time in reverse order (1)")
     add("--json", type=Path, metavar="FILE", help="write the results there")
     given = parser.parse_intermixed_args()
-    for name in ("steps", "warmup", "rounds"):
-        if getattr(given, name) < 1:
-            raise UserError(f"--{name}: got {getattr(given, name)}, allowed a whole number from 1; give one")
+    for name, most in (("steps", MOST_STEPS), ("warmup", MOST_STEPS), ("rounds", MOST_ROUNDS)):
+        check_count(f"--{name}", getattr(given, name), 1, most)
     if given.json is not None:
         refuse_unwritable_file("--json", given.json)
     schedule = Schedule(given.warmup, given.steps, 0)
     ranks, cuda = whole_number("WORLD_SIZE", 1, 1), gpu_count() > 0
     variants = choose_variants(given.variants)
-    configs = {each: train_config(given.config, given.overrides, each, schedule, cuda=cuda) for each in variants}
-    layouts = {each: check_config(cfg, ranks) for each, cfg in configs.items()}
-    for cfg in configs.values():
-        check_machine(cfg)
+    checked = {
+        each: checked_variant(given.config, given.overrides, each, schedule, ranks, cuda=cuda) for each in variants
+    }
+    configs, layouts = ({each: pair[at] for each, pair in checked.items()} for at in (0, 1))
     quiet_libraries()
     from egmla_megatron.bench.train_session import TrainBench, run_train_bench
     from egmla_megatron.parallel.child_processes import stop_with_launcher
 
     stop_with_launcher()
-    bench = TrainBench(configs, layouts, schedule, given.rounds, given.json)
+    bench = TrainBench(configs, layouts, same_as(configs, cuda=cuda), schedule, given.rounds, given.json)
     return run_train_bench(bench, ["tools/bench_train.py", *sys.argv[1:]])
 
 

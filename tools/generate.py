@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from egmla_megatron.cli import CommandParser, run_main
+from egmla_megatron.cli import CommandParser, check_count, run_main
 from egmla_megatron.errors import UserError
 from egmla_megatron.quiet import quiet_libraries
 
@@ -59,6 +59,8 @@ def main() -> None:
     )
     sampling.check()
     prompts = read_prompts(arguments.prompts_file) if arguments.prompts_file else arguments.prompt
+    check_count("--num-samples", arguments.num_samples, 1, 65_536)
+    check_count("--batch-size", arguments.batch_size, 0, 65_536)
     dtypes: dict[str, torch.dtype | str] = {
         "auto": "auto",
         "bf16": torch.bfloat16,

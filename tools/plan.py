@@ -15,9 +15,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from egmla_megatron.cli import CommandParser, run_main
+from egmla_megatron.cli import CommandParser, check_count, run_main
 from egmla_megatron.errors import UserError
-from egmla_megatron.report.cards import CARDS, find_card, find_cluster
+from egmla_megatron.report.cards import CARDS, MOST_GPUS, find_card, find_cluster
 from egmla_megatron.report.plan import Hardware, check_price, make_comparison, make_plan, make_search
 from egmla_megatron.report.show_plan import format_comparison, format_plan, format_search
 
@@ -47,6 +47,7 @@ def _parser() -> CommandParser:
 
 def _hardware(given: argparse.Namespace) -> Hardware | None:
     check_price(given.gpu_hour_price)
+    check_count("--gpus", given.gpus, 1, MOST_GPUS)
     of_card = ("gpu_memory_gib", "gpu_tflops", "gpu_memory_gb_per_s")
     of_links = ("gpus_per_node", "nvlink_gb_per_s", "link_gb_per_s", "gpu_hour_price")
     if given.gpu is None:

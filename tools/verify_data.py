@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from egmla_megatron.cli import CommandParser, run_main
+from egmla_megatron.cli import CommandParser, check_count, run_main
 from egmla_megatron.data.blend import refuse_suffix
 from egmla_megatron.data.verify import verify_prefix
 
@@ -25,6 +25,7 @@ def main() -> None:
     depth.add_argument("--sample", action="store_true", help="read 64 evenly spaced blocks of a million tokens")
     parser.add_argument("--vocab-size", type=int, help="ids must be below this (default: the manifest's)")
     arguments = parser.parse_args()
+    check_count("--vocab-size", arguments.vocab_size, 1, 2**31 - 1)
     for prefix in arguments.prefixes:
         refuse_suffix(prefix, "PREFIX")
         info = verify_prefix(prefix, vocab_size=arguments.vocab_size, full=arguments.full, sample=arguments.sample)

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Literal
 
 from egmla_megatron.bench.rate import bits_per_second
+from egmla_megatron.bench.schedule import MOST_ROUNDS, MOST_STEPS
 from egmla_megatron.bench.variants import VARIANTS, Variant, chosen
-from egmla_megatron.cli import CommandParser
+from egmla_megatron.cli import CommandParser, check_count
 from egmla_megatron.config.load import load_config
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.errors import UserError
@@ -87,10 +88,10 @@ def _refuse(option: str, got: object, allowed: str, fix: str) -> None:
 
 
 def _check(given: argparse.Namespace) -> None:
-    for name, least in (("sequences", 1), ("steps", 1), ("warmup", 1), ("rounds", 1), ("seed", 0)):
-        value = getattr(given, name)
-        if value is not None and value < least:
-            _refuse(f"--{name}", value, f"a whole number from {least}", "give one, or leave the option out")
+    most = {"sequences": 65_536, "steps": MOST_STEPS, "warmup": MOST_STEPS, "rounds": MOST_ROUNDS}
+    for name, largest in most.items():
+        check_count(f"--{name}", getattr(given, name), 1, largest)
+    check_count("--seed", given.seed, 0, 2**32 - 1)
     if given.nodes_on_this_machine and not 2 <= given.nodes_on_this_machine <= 64:
         _refuse("--nodes-on-this-machine", given.nodes_on_this_machine, "2 to 64", "give 2 or 4")
     if given.link is not None:

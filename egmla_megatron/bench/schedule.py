@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Schedule"]
+__all__ = ["MOST_ROUNDS", "MOST_STEPS", "Schedule"]
+
+MOST_STEPS, MOST_ROUNDS = 100_000, 1000  # that options take: more is a slip of the finger
 
 
 @dataclass(frozen=True)

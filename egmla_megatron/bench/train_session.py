@@ -44,6 +44,7 @@ class TrainBench:
 
     configs: dict[TrainVariant, RunConfig]  # the first is what the others are compared with
     layouts: dict[TrainVariant, Layout]
+    same_as: dict[TrainVariant, TrainVariant]  # variant -> an earlier one that computes the same on this machine
     schedule: Schedule
     rounds: int
     json: Path | None
@@ -74,7 +75,7 @@ def run_train_bench(bench: TrainBench, command: Sequence[str]) -> int:
         }
         if bench.json is not None:
             bench.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        print(_table(rows), flush=True)
+        print("\n\n".join([_table(rows), *_remarks(bench, world)]), flush=True)
     dist.barrier(group=world.control)
     close_world()
     return 0
@@ -126,6 +127,7 @@ def _row(bench: TrainBench, variant: TrainVariant, rounds: list[list[Measurement
     return {
         "variant": variant.name,
         "settings": list(variant.settings),
+        "same_as": bench.same_as[variant].name if variant in bench.same_as else None,
         "reported": variant.reported,
         "ranks": layout.world_size,
         "step_ms_median": round(median, 3),
@@ -141,6 +143,17 @@ def _row(bench: TrainBench, variant: TrainVariant, rounds: list[list[Measurement
         "loss_first": last.losses[0],
         "loss_last": last.losses[-1],
     }
+
+
+def _remarks(bench: TrainBench, world: World) -> list[str]:
+    """What the numbers do not show, for a person to read."""
+    remarks = []
+    for variant, earlier in bench.same_as.items():
+        given = f" ({' '.join(variant.settings)})" if variant.settings else ""
+        remarks.append(f"{variant.name}{given} changes nothing here: it computes what {earlier.name} does.")
+    if world.device.type == "cpu":
+        remarks.append("No CUDA device: in fp32 by torch's layers, whatever the configuration says of precision.")
+    return remarks
 
 
 def _digits(value: float) -> float:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from egmla_megatron.bench.schedule import Schedule
+from egmla_megatron.config.check import Layout, check_config
 from egmla_megatron.config.load import load_config
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.errors import UserError
+from egmla_megatron.train.machine import check_machine
 
-__all__ = ["VARIANTS", "TrainVariant", "choose_variants", "train_config"]
+__all__ = ["VARIANTS", "TrainVariant", "checked_variant", "choose_variants", "effective", "same_as", "train_config"]
+
+_SETTING = re.compile(r"\s*\w+\.\w+\s*=")
 
 
 @dataclass(frozen=True)
@@ -66,9 +72,80 @@ def choose_variants(names: Sequence[str]) -> tuple[TrainVariant, ...]:
             )
         if name in found:
             raise UserError(f"--variants: got {name!r} twice, allowed once; give one of them another name")
-        settings = own.split(",") if colon else [item for part in parts for item in VARIANTS[part].settings]
+        settings = _split(own) if colon else [item for part in parts for item in VARIANTS[part].settings]
         found[name] = TrainVariant(name, tuple(settings), _REPORTED in parts)
     return tuple(found.values())
+
+
+def _split(own: str) -> list[str]:
+    """Settings that commas join; commas in brackets or quotes, or with no section.key= behind them, are of values."""
+    settings, depth, quote, begin = [], 0, "", 0
+    for at, letter in enumerate(own):
+        if quote or letter in "'\"":
+            quote = "" if letter == quote else quote or letter
+        elif letter in "[]":
+            depth += 1 if letter == "[" else -1
+        elif letter == "," and depth == 0 and _SETTING.match(own, at + 1):
+            settings.append(own[begin:at])
+            begin = at + 1
+    return [*settings, own[begin:]]
+
+
+def checked_variant(
+    config: str, overrides: Sequence[str], variant: TrainVariant, schedule: Schedule, ranks: int, *, cuda: bool
+) -> tuple[RunConfig, Layout]:
+    """`train_config` of a variant, and its layout, proven to run here.
+
+    Raises:
+        UserError: it cannot; where the variant's own settings are what has to go, it says so.
+    """
+    try:
+        cfg = train_config(config, overrides, variant, schedule, cuda=cuda)
+        layout = check_config(cfg, ranks)
+        check_machine(cfg)
+    except UserError as error:
+        if not variant.settings:
+            raise
+        what, _, fix = str(error).rpartition("; ")
+        own = [setting.partition("=")[0] for setting in variant.settings]
+        if any(name in fix for name in own):
+            what, fix = what or fix, f"leave {variant.name} out of --variants, or change it"
+        given = " ".join(variant.settings)
+        raise UserError(f"--variants: {variant.name} (which sets {given}) cannot run: {what}; {fix}") from error
+    return cfg, layout
+
+
+def same_as(configs: Mapping[TrainVariant, RunConfig], *, cuda: bool) -> dict[TrainVariant, TrainVariant]:
+    """Variant -> an earlier one with which it computes the same on this machine; others are left out."""
+    found: dict[TrainVariant, TrainVariant] = {}
+    seen: dict[tuple[bool, RunConfig], TrainVariant] = {}
+    for variant, cfg in configs.items():
+        first = seen.setdefault((variant.reported, effective(cfg, cuda=cuda, reported=variant.reported)), variant)
+        if first is not variant:
+            found[variant] = first
+    return found
+
+
+def effective(cfg: RunConfig, *, cuda: bool, reported: bool) -> RunConfig:
+    """`cfg` with what is chosen on this machine, and defaults where a setting has nothing to decide."""
+    te_here, triton_here = (cuda and find_spec(name) is not None for name in ("transformer_engine", "triton"))
+    parallel, optimizer, model = cfg.parallel, cfg.optimizer, cfg.model
+    bf16 = cfg.train.precision == "bf16"
+    te = bf16 and te_here and parallel.implementation != "torch"
+    triton = triton_here and parallel.kernels != "torch"
+    masters = optimizer.fused_master_weights and optimizer.distributed and bf16 and te_here
+    parallel = replace(
+        parallel,
+        implementation="te" if te else "torch",
+        kernels="triton" if triton else "torch",
+        fused_grad_accumulation=te and parallel.fused_grad_accumulation,
+        unique_ids=model.gated and parallel.unique_ids,
+    )
+    if not model.gated:
+        model = replace(model, gate_norm=False)
+    logging = replace(cfg.logging, step_times=reported and cfg.logging.step_times)
+    optimizer = replace(optimizer, fused_master_weights=masters)
+    return replace(cfg, parallel=parallel, optimizer=optimizer, model=model, logging=logging)
 
 
 def train_config(

@@ -13,6 +13,7 @@ from torch import Tensor
 from egmla_megatron.checkpoint.failures import SAVE_ERRORS, raise_unless_disk
 from egmla_megatron.checkpoint.manifest import FORMAT, Manifest, is_complete, read_manifest, seal
 from egmla_megatron.checkpoint.write_weights import Piece, write_weights
+from egmla_megatron.cli import check_count
 from egmla_megatron.config.load import architecture, to_dict
 from egmla_megatron.config.schema import DataConfig, ModelConfig, RunConfig, RunSection, TrainConfig
 from egmla_megatron.convert.layouts import Layout, hf_shapes
@@ -46,12 +47,10 @@ def import_hf(
     refuse_name("DST", str(out_dir))
     target = Path(out_dir)
     _refuse_target(target)
-    if step < 0:
-        raise UserError(f"step: got {step}, allowed 0 or more")
+    check_count("--step", step, 0, 2**31 - 1)
+    check_count("--vocab-size", vocab_size, 1, 2**24)
     weights, layout, model = open_export(hf_dir)
     resized = model if vocab_size is None else replace(model, vocab_size=vocab_size)
-    if resized.vocab_size < 1:
-        raise UserError(f"vocab-size: got {vocab_size}, allowed 1 or more")
     dtype = dtype or weights.dtype
     elements = sum(torch.Size(shape).numel() for shape in hf_shapes(resized, layout).values())
     require_disk(target, elements * dtype.itemsize)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from egmla_megatron.checkpoint.manifest import find_checkpoint, read_manifest
+from egmla_megatron.cli import check_count
 from egmla_megatron.config.check import Layout, check_config, micro_batch_unit
 from egmla_megatron.config.load import dump_yaml, from_dict, load_config
 from egmla_megatron.config.schema import OptimizerConfig, ParallelConfig, RunConfig
@@ -69,8 +70,7 @@ def plan_evaluation(
     Raises:
         UserError: no checkpoint, data that do not fit it, other settings, a layout that cannot be.
     """
-    if sequences < 0:
-        raise UserError(f"--sequences: got {sequences}, allowed 0 (all) or more; give one of these")
+    check_count("--sequences", sequences, 0, 2**31 - 1)
     for override in overrides:
         if not override.startswith(_SETTINGS):
             raise UserError(

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from egmla_megatron.checkpoint.manifest import find_checkpoint, read_manifest
+from egmla_megatron.cli import check_count
 from egmla_megatron.convert.command import Export, convert_to_hf
 from egmla_megatron.errors import UserError
 
@@ -97,13 +98,9 @@ def plan_tasks(where: str, options: TaskOptions, ranks: int) -> Path | None:
             f"tasks: got {ranks} ranks (WORLD_SIZE), allowed 1: one process on one GPU; start it with python, or "
             "with launch/evaluate.sh"
         )
-    for name, value, least in (
-        ("--limit", options.limit, 0),
-        ("--num-fewshot", options.num_fewshot or 0, 0),
-        ("--batch-size", options.batch_size, 1),
-    ):
-        if value < least:
-            raise UserError(f"{name}: got {value}, allowed {least} or more; give one of these")
+    check_count("--limit", options.limit, 0, 2**31 - 1)
+    check_count("--num-fewshot", options.num_fewshot, 0, 1000)
+    check_count("--batch-size", options.batch_size, 1, 65_536)
     if options.include_path and not Path(options.include_path).is_dir():
         raise UserError(f"--include-path: got {options.include_path}, allowed a folder with YAML files of tasks")
     if not (Path(where) / "config.json").is_file():

@@ -19,6 +19,8 @@ from egmla_megatron.inference.stream import OrderedStream
 
 __all__ = ["Sampling", "Usage", "cache_bytes", "generate", "load_exported"]
 
+_MOST = 2**24  # tokens
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -32,14 +34,14 @@ class Sampling:
 
     def check(self) -> None:
         """UserError for values that cannot be sampled with."""
-        if self.max_new_tokens < 1:
-            raise UserError(f"max_new_tokens: got {self.max_new_tokens}, allowed 1 or more")
-        if not 0 <= self.temperature < float("inf"):  # also nan
-            raise UserError(f"temperature: got {self.temperature}, allowed 0 (most likely token) or more")
+        if not 1 <= self.max_new_tokens <= _MOST:
+            raise UserError(f"max_new_tokens: got {self.max_new_tokens}, allowed 1 to {_MOST}")
+        if self.temperature != 0 and not 1e-4 <= self.temperature <= 1e4:  # also nan
+            raise UserError(f"temperature: got {self.temperature}, allowed 0 (most likely token), or 0.0001 to 10000")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p: got {self.top_p}, allowed above 0 up to 1")
-        if self.top_k < 0:
-            raise UserError(f"top_k: got {self.top_k}, allowed 0 (all) or more")
+        if not 0 <= self.top_k <= _MOST:
+            raise UserError(f"top_k: got {self.top_k}, allowed 0 (all) to {_MOST}")
         if not 0 <= self.seed < 2**63:
             raise UserError(f"seed: got {self.seed}, allowed 0 to 2^63 - 1")
 

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from egmla_megatron.cli import check_count
 from egmla_megatron.errors import UserError
 from egmla_megatron.folders import refuse_unwritable
 
 __all__ = ["Options", "check_options", "prefix_from", "shard_from"]
 
 _LONGEST_NAME = 180  # bytes: names of parts and clusters are longer, and file systems take 255
+_MOST_WORKERS = 4096
 _LARGEST_VOCABULARY = 2**24  # ids; every worker remembers which it saw
 
 
@@ -82,10 +84,8 @@ def check_options(options: Options) -> None:
             f"--validation-fraction: got {options.validation_fraction}, allowed 0 up to but not including 1; "
             "0.0005 is one document in two thousand"
         )
-    if options.workers < 1:
-        raise UserError(f"--workers: got {options.workers}, allowed at least 1; leave it out for one per CPU")
-    if options.seed < 0:
-        raise UserError(f"--seed: got {options.seed}, allowed 0 and up; choose another")
+    check_count("--workers", options.workers, 1, _MOST_WORKERS)
+    check_count("--seed", options.seed, 0, 2**63 - 1)
     if options.tokens_column == options.text_column:
         raise UserError(
             f"--tokens-column and --text-column: got {options.text_column!r} for both, allowed different names; "

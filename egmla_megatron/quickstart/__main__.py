@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from egmla_megatron.cli import CommandParser, run_main
 from egmla_megatron.checkpoint.manifest import find_checkpoint
+from egmla_megatron.cli import CommandParser, run_main
 from egmla_megatron.config.check import check_config
 from egmla_megatron.config.load import load_config
 from egmla_megatron.config.schema import RunConfig

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
+from egmla_megatron.cli import check_count
 from egmla_megatron.errors import UserError
 
-__all__ = ["CARDS", "LINK_EFFICIENCY", "PEAK_BF16_FLOPS", "USABLE", "Card", "Cluster", "find_card", "find_cluster"]
+__all__ = [
+    "CARDS",
+    "LINK_EFFICIENCY",
+    "MOST_GPUS",
+    "PEAK_BF16_FLOPS",
+    "USABLE",
+    "Card",
+    "Cluster",
+    "find_card",
+    "find_cluster",
+]
 
 USABLE = 0.94  # of a card's memory: the rest is for CUDA, NCCL and gaps between blocks
 
@@ -47,6 +57,7 @@ CARDS = {
     name: Card(name, memory, PEAK_BF16_FLOPS[name.upper()] / 1e12, bandwidth)
     for name, (memory, bandwidth, _, _) in _SHEETS.items()
 }
+MOST_GPUS = 2**20
 _FULL_NODE = 8  # GPUs of the nodes in the data sheets
 # Of a link's sheet that NCCL's all-reduce reaches: 218 to 269 of 450 GB/s between two H200
 # (tools/records/sharding_two_gpus.json); links between nodes were not measured and get the same.
@@ -95,8 +106,8 @@ def find_cluster(
     Raises:
         UserError: a number that cannot be.
     """
-    if gpus_per_node is not None and gpus_per_node < 1:
-        raise UserError(f"--gpus-per-node: got {gpus_per_node}, allowed 1 or more; give the GPUs of one node")
+    check_count("--gpus", gpus, 1, MOST_GPUS)
+    check_count("--gpus-per-node", gpus_per_node, 1, MOST_GPUS)
     _check_positive("--nvlink-gb-per-s", gpu_gb_per_s)
     _check_positive("--link-gb-per-s", node_gb_per_s)
     per_node = min(gpus_per_node or _FULL_NODE, gpus)
@@ -109,5 +120,5 @@ def find_cluster(
 
 
 def _check_positive(option: str, value: float | None) -> None:
-    if value is not None and not (math.isfinite(value) and value > 0):
-        raise UserError(f"{option}: got {value:g}, allowed numbers above 0; give one, or leave the option out")
+    if value is not None and not 1e-3 <= value <= 1e6:
+        raise UserError(f"{option}: got {value:g}, allowed 0.001 to 1e6; give one, or leave the option out")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from egmla_megatron.bench.schedule import Schedule
 from egmla_megatron.bench.train_variants import VARIANTS, train_config
+from egmla_megatron.cli import check_count
 from egmla_megatron.config.check import Layout, check_config
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.config.workable import refuse
@@ -15,6 +16,8 @@ from egmla_megatron.environment import whole_number
 from egmla_megatron.folders import refuse_unwritable_file
 
 __all__ = ["KernelBench", "kernel_bench"]
+
+_MOST_REPEATS = 10_000
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,7 @@ def kernel_bench(
     ranks = whole_number("WORLD_SIZE", 1, 1)
     if ranks != 1:
         refuse("number of ranks", ranks, "1: kernels run on one device", "start the tool with python, without launcher")
-    if repeats < 1:
-        refuse("--repeats", repeats, "a whole number from 1", "give one, or leave the option out")
+    check_count("--repeats", repeats, 1, _MOST_REPEATS)
     if not (math.isfinite(distinct_fraction) and 0 < distinct_fraction <= 1):
         refuse("--distinct-fraction", distinct_fraction, "above 0, up to 1", "give 0.2, or leave the option out")
     if json is not None:

@@ -4,8 +4,8 @@
 
 One micro-batch on one device, one process, no launcher. Measured first: a large copy and large matrix products, with
 which every kernel is compared. A Markdown table comes last on stdout; --json writes {hardware, software, commit,
-command, settings, machine, rows, sum}. Without a GPU it runs too, in fp32 by the host's clock. Exit code 2 on a user's
-mistake.
+command, settings, remarks, machine, rows, sum}. Without a GPU it runs too, in fp32 by the host's clock. Exit code 2 on
+a user's mistake.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from egmla_megatron.bench.schedule import MOST_ROUNDS, MOST_STEPS, Schedule
-from egmla_megatron.bench.train_variants import VARIANTS, checked_variant, choose_variants, same_as
+from egmla_megatron.bench.train_variants import VARIANTS, checked_variant, choose_variants, precision_remark, same_as
 from egmla_megatron.cli import CommandParser, check_count, run_main
 from egmla_megatron.environment import gpu_count, whole_number
 from egmla_megatron.folders import refuse_unwritable_file
@@ -46,13 +46,15 @@ def main() -> int:
     checked = {
         each: checked_variant(given.config, given.overrides, each, schedule, ranks, cuda=cuda) for each in variants
     }
-    configs, layouts = ({each: pair[at] for each, pair in checked.items()} for at in (0, 1))
+    configs = {each: cfg for each, (cfg, _) in checked.items()}
+    layouts = {each: layout for each, (_, layout) in checked.items()}
+    remark = precision_remark(given.config, given.overrides, configs[variants[0]])
     quiet_libraries()
     from egmla_megatron.bench.train_session import TrainBench, run_train_bench
     from egmla_megatron.parallel.child_processes import stop_with_launcher
 
     stop_with_launcher()
-    bench = TrainBench(configs, layouts, same_as(configs, cuda=cuda), schedule, given.rounds, given.json)
+    bench = TrainBench(configs, layouts, same_as(configs, cuda=cuda), schedule, given.rounds, remark, given.json)
     return run_train_bench(bench, ["tools/bench_train.py", *sys.argv[1:]])
 
 

@@ -47,6 +47,7 @@ class TrainBench:
     same_as: dict[TrainVariant, TrainVariant]  # variant -> an earlier one that computes the same on this machine
     schedule: Schedule
     rounds: int
+    remark: str  # for the reader, may be empty
     json: Path | None
 
 
@@ -75,7 +76,7 @@ def run_train_bench(bench: TrainBench, command: Sequence[str]) -> int:
         }
         if bench.json is not None:
             bench.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        print("\n\n".join([_table(rows), *_remarks(bench, world)]), flush=True)
+        print("\n\n".join([_table(rows), *_remarks(bench)]), flush=True)
     dist.barrier(group=world.control)
     close_world()
     return 0
@@ -145,15 +146,13 @@ def _row(bench: TrainBench, variant: TrainVariant, rounds: list[list[Measurement
     }
 
 
-def _remarks(bench: TrainBench, world: World) -> list[str]:
+def _remarks(bench: TrainBench) -> list[str]:
     """What the numbers do not show, for a person to read."""
     remarks = []
     for variant, earlier in bench.same_as.items():
         given = f" ({' '.join(variant.settings)})" if variant.settings else ""
         remarks.append(f"{variant.name}{given} changes nothing here: it computes what {earlier.name} does.")
-    if world.device.type == "cpu":
-        remarks.append("No CUDA device: in fp32 by torch's layers, whatever the configuration says of precision.")
-    return remarks
+    return [*remarks, bench.remark] if bench.remark else remarks
 
 
 def _digits(value: float) -> float:

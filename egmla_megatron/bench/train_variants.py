@@ -16,7 +16,16 @@ from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.errors import UserError
 from egmla_megatron.train.machine import check_machine
 
-__all__ = ["VARIANTS", "TrainVariant", "checked_variant", "choose_variants", "effective", "same_as", "train_config"]
+__all__ = [
+    "VARIANTS",
+    "TrainVariant",
+    "checked_variant",
+    "choose_variants",
+    "effective",
+    "precision_remark",
+    "same_as",
+    "train_config",
+]
 
 _SETTING = re.compile(r"\s*\w+\.\w+\s*=")
 
@@ -113,6 +122,17 @@ def checked_variant(
         given = " ".join(variant.settings)
         raise UserError(f"--variants: {variant.name} (which sets {given}) cannot run: {what}; {fix}") from error
     return cfg, layout
+
+
+def precision_remark(config: str, overrides: Sequence[str], cfg: RunConfig) -> str:
+    """What to say where `cfg`, made of the first two for a CPU, has another precision than they; else empty."""
+    asked = load_config(config, overrides, gpu=False).train.precision
+    if asked == cfg.train.precision:
+        return ""
+    return (
+        f"No CUDA device: computed in {cfg.train.precision}, where {config} has train.precision={asked}; "
+        f"train.precision={asked} on the command line computes in that."
+    )
 
 
 def same_as(configs: Mapping[TrainVariant, RunConfig], *, cuda: bool) -> dict[TrainVariant, TrainVariant]:

@@ -18,7 +18,7 @@ from egmla_megatron.bench.roofline.cost import Cost, Machine
 from egmla_megatron.bench.roofline.gate_cases import gate_cases, heads_cases, row_of_tokens
 from egmla_megatron.bench.roofline.options import KernelBench, kernel_bench
 from egmla_megatron.bench.roofline.sizes import Linear, Sizes, linears
-from egmla_megatron.bench.roofline.table import make_row, sum_of_rows
+from egmla_megatron.bench.roofline.table import kernel_table, make_row, sum_of_rows
 from egmla_megatron.bench.roofline.timing import HostTimer, Times, calls_of_graph
 from egmla_megatron.bench.zipf import probabilities
 from egmla_megatron.config.check import check_config
@@ -231,19 +231,46 @@ def test_the_host_timer_makes_every_call_anew(world: Any) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["parallel.tensor=2"], "parallel.tensor: kernels .* got 2; allowed: 1; fix: set parallel.tensor=1"),
-        (["parallel.pipeline=2"], "parallel.pipeline: .* got 2"),
-        (["model.attention=mha"], "model.attention: .* got mha; allowed: mla"),
-        (["train.recompute=full"], "train.recompute: .* got full; allowed: none"),
-        (["train.fp8=tensorwise"], "train.fp8: .* got tensorwise; allowed: none"),
+        (["parallel.tensor=2"], "parallel.tensor: .* whole layers.*got 2; allowed: 1; fix: set parallel.tensor=1"),
+        (["parallel.pipeline=2"], "parallel.pipeline: .* all layers on one device: got 2"),
+        (
+            ["model.attention=mha"],
+            "model.attention: the tool times the kernels of MLA and EG-MLA: got mha; allowed: mla",
+        ),
+        (["train.recompute=full"], "train.recompute: .* computed again: got full; allowed: none"),
+        (["train.fp8=tensorwise"], "train.fp8: .* products in bf16 or fp32: got tensorwise; allowed: none"),
         (["model.hidden_dropout=0.1"], "model.hidden_dropout: .* got 0.1; allowed: 0.0"),
         (["parallel.unique_ids=false"], "parallel.unique_ids: .* got false; allowed: true"),
-        (["parallel.gate_group=2"], "parallel.gate_group"),
     ],
 )
 def test_what_other_kernels_would_run_is_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         kernel_bench("quickstart", overrides, 1, 0.2, None, cuda=False)
+
+
+def test_what_differs_from_the_configuration_is_said() -> None:
+    bench = kernel_bench("quickstart", [], 1, 0.2, None, cuda=False)  # has parallel.gate_group=2
+    assert bench.layout.gate_group == bench.cfg.parallel.gate_group == 1
+    (remark,) = bench.remarks
+    assert "measured with parallel.gate_group=1, where quickstart has 2" in remark
+    (remark,) = kernel_bench("pretrain_base", [], 1, 0.2, None, cuda=False).remarks
+    assert remark.startswith("No CUDA device: computed in fp32, where pretrain_base has train.precision=bf16")
+    for settings, cuda in ((["train.precision=bf16"], False), ([], True)):
+        bench = kernel_bench("pretrain_base", settings, 1, 0.2, None, cuda=cuda)
+        assert bench.remarks == () and bench.cfg.train.precision == "bf16"
+
+
+def test_more_than_the_bound_is_marked() -> None:
+    machine = Machine(bytes_per_s=4e12, flops_per_s=800e12)
+    case = Case("k", "forward", 3, Cost(bytes=8_000_000), lambda: pytest.fail("not called"))
+    settings = {"model": "m", "distinct_ids": 0, "precision": "fp32", "sequences": 1, "length": 8}
+    settings |= {"implementation": "torch", "attention_backend": "math", "kernels": "torch"}
+    result: dict[str, Any] = {"settings": settings, "hardware": {"gpu": None, "cpu": "c"}, "commit": "", "remarks": []}
+    result |= {"machine": {"copy_tb_per_s": 4.0, "product_tflops_per_s": 800.0}}
+    for us, marks in ((1.0, 2), (4.0, 0)):
+        rows = [make_row(case, Times((us,), 1), machine)]
+        text = kernel_table(result | {"rows": rows, "sum": sum_of_rows(rows)})
+        assert text.count("(!)") == marks and ("200.0% (!) |" in text) is bool(marks)
 
 
 def test_options_that_cannot_be_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

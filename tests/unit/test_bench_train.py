@@ -9,7 +9,14 @@ import pytest
 
 from egmla_megatron.bench import train_variants
 from egmla_megatron.bench.schedule import Schedule
-from egmla_megatron.bench.train_variants import VARIANTS, checked_variant, choose_variants, same_as, train_config
+from egmla_megatron.bench.train_variants import (
+    VARIANTS,
+    checked_variant,
+    choose_variants,
+    precision_remark,
+    same_as,
+    train_config,
+)
 from egmla_megatron.errors import UserError
 from tests.dist.harness import start
 
@@ -104,6 +111,15 @@ def test_a_mistake_that_is_not_the_variants() -> None:
         checked_variant("quickstart", ["parallel.gate_group=2"], VARIANTS["mla"], Schedule(1, 2, 0), 2, cuda=False)
 
 
+def test_another_precision_than_the_configurations_is_said() -> None:
+    cfg = train_config("pretrain_base", [], VARIANTS["base"], Schedule(1, 2, 0), cuda=False)
+    remark = precision_remark("pretrain_base", [], cfg)
+    assert remark.startswith("No CUDA device: computed in fp32, where pretrain_base has train.precision=bf16")
+    asked = ["train.precision=bf16"]
+    cfg = train_config("pretrain_base", asked, VARIANTS["base"], Schedule(1, 2, 0), cuda=False)
+    assert cfg.train.precision == "bf16" and precision_remark("pretrain_base", asked, cfg) == ""
+
+
 def test_variants_that_change_nothing_on_a_cpu() -> None:
     names = [name for name in VARIANTS if name not in ("graph", "te", "fp8")]
     configs = {
@@ -142,7 +158,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
     assert [row["variant"] for row in rows] == ["base", "mla", "torch", "twice", "reported", "reported+no_step_times"]
     assert [row["same_as"] for row in rows] == [None, None, "base", None, None, None]
     assert "torch (parallel.implementation=torch) changes nothing here: it computes what base does." in output
-    assert "No CUDA device: in fp32 by torch's layers" in output
+    assert "No CUDA device" not in output  # its precision is fp32 anyway
     assert [row["n"] for row in rows] == [6] * 6
     assert [row["reported"] for row in rows] == [False] * 4 + [True] * 2
     for row in rows:

@@ -57,6 +57,7 @@ def _measure(bench: KernelBench, world: World, command: Sequence[str]) -> dict[s
         "commit": commit(),
         "command": " ".join(command),
         "settings": _settings(bench, sizes, built),
+        "remarks": list(bench.remarks),
         "machine": {
             "copy_tb_per_s": machine.bytes_per_s / 1e12,
             "product_tflops_per_s": machine.flops_per_s / 1e12,

@@ -22,6 +22,12 @@ class CommandParser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **options})
 
+    def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
+        """Words of which there may be none are not asked for where others are missing."""
+        if options.get("nargs") == "*":
+            options.setdefault("default", [])
+        return super().add_argument(*names, **options)
+
     def error(self, message: str) -> NoReturn:
         raise UserError(f"command line: {message}; see --help")
 

@@ -23,9 +23,18 @@ from egmla_megatron.report.show_plan import format_comparison, format_plan, form
 
 
 def _parser() -> CommandParser:
-    parser = CommandParser(description="Cost of a configuration: parameters, cache, operations, memory, bytes, time.")
+    parser = CommandParser(
+        description="Cost of a configuration: parameters, cache, operations, memory, bytes, time.",
+        usage="plan.py CONFIG [section.key=value ...] [options]\n"
+        "       plan.py --compare CONFIG CONFIG [section.key=value ...] [options]",
+    )
     add = parser.add_argument
-    add("words", nargs="*", metavar="CONFIG section.key=value", help="a YAML file or a name from configs/; settings")
+    add(
+        "words",
+        nargs="*",
+        metavar="CONFIG [section.key=value ...]",
+        help="a YAML file or a name from configs/; settings",
+    )
     add("--compare", nargs=2, metavar="CONFIG", help="two configurations side by side, instead of CONFIG")
     add("--gpus", "--world-size", type=int, metavar="N", help="ranks: their layout, the memory of each, what it sends")
     add(

@@ -33,6 +33,15 @@ class Layout:
     num_microbatches: int  # forward passes per rank and optimizer step
     layers_per_stage: int  # layers
 
+    def summary(self) -> str:
+        """For a person to read."""
+        chunks = f" x {self.vp} chunks" if self.vp > 1 else ""
+        context = f" CP {self.cp}" if self.cp > 1 else ""
+        ranks = f"{self.world_size} rank{'' if self.world_size == 1 else 's'}"
+        count = f"{self.num_microbatches} micro-batch{'' if self.num_microbatches == 1 else 'es'} of a rank a step"
+        sizes = f"TP {self.tp} PP {self.pp}{chunks}{context} DP {self.dp} gate group {self.gate_group}"
+        return f"{ranks} as {sizes}, {count}"
+
 
 def check_config(cfg: RunConfig, world_size: int) -> Layout:
     """Returns the layout of `cfg` on `world_size` ranks. Raises UserError when it cannot run."""

@@ -93,7 +93,7 @@ def overridden(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _take_auto(values: _Values) -> bool:
-    """Whether `train.cuda_graph` is auto, which is then no longer among `values`: it depends on the others.
+    """Whether `train.cuda_graph` is auto, which is taken out of `values`: it depends on the others.
 
     Raises:
         UserError: it is none of the three that it may be.
@@ -150,12 +150,11 @@ def _find(path: str | Path) -> Path:
             named = _CONFIGS / folder / (candidate.name.removesuffix(".yaml") + ".yaml")
             if named.is_file():
                 return named
-    known = sorted(file.stem for folder in _NAMED_FOLDERS for file in (_CONFIGS / folder).glob("*.yaml"))
-    near = difflib.get_close_matches(candidate.stem, known, n=3) or known
+    known = sorted({file.stem for folder in _NAMED_FOLDERS for file in (_CONFIGS / folder).glob("*.yaml")})
+    near = difflib.get_close_matches(candidate.stem, known, n=3)
+    names = f"nearest: {', '.join(near)}" if near else f"names: {', '.join(known)}"
     what = f"configuration {str(path)!r} is {'a folder' if candidate.is_dir() else 'not there'}"
-    raise UserError(
-        f"{what}; allowed: a YAML file, or a name from configs/run or configs/model; nearest: {', '.join(near)}"
-    )
+    raise UserError(f"{what}; allowed: a YAML file, or a name from configs/run or configs/model; {names}")
 
 
 def _read_file(path: Path, including: tuple[Path, ...]) -> _Values:

@@ -190,7 +190,7 @@ def main() -> int:
     """Returns the exit code: 0, or 1 when a check of the result failed."""
     parser = CommandParser(prog="launch/quickstart.sh", description=__doc__)
     parser.add_argument("--out", default="runs/quickstart", help="folder to write to (default: %(default)s)")
-    parser.add_argument("overrides", nargs="*", help="section.key=value, as for the trainer")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings, as for the trainer")
     arguments = parser.parse_intermixed_args()
     quiet_libraries()
     _check(arguments.out, arguments.overrides)

@@ -10,6 +10,17 @@ from egmla_megatron.report.step_time import ERROR_OF_EAGER
 __all__ = ["format_comparison", "format_plan", "format_search"]
 
 _GIB, _MIB = 2**30, 2**20
+_LAYOUT = {  # field of `Layout` -> its name for a person
+    "tp": "tensor parallelism (TP)",
+    "pp": "pipeline stages (PP)",
+    "vp": "chunks of a stage",
+    "cp": "context parallelism (CP)",
+    "dp": "data parallelism (DP)",
+    "gate_group": "gate group (W)",
+    "gate_data_parallel": "replicas of a slice of the tables",
+    "num_microbatches": "micro-batches of a rank and step",
+    "layers_per_stage": "layers of a stage",
+}
 
 
 def _line(name: str, value: str, unit: str = "", note: str = "") -> str:
@@ -60,7 +71,7 @@ def _operations(plan: dict[str, Any]) -> list[str]:
 def _layout(plan: dict[str, Any]) -> list[str]:
     layout = plan["layout"]
     lines = [f"layout of {layout['world_size']} ranks"]
-    lines += [_line(name, f"{size:,d}") for name, size in layout.items() if name != "world_size"]
+    lines += [_line(_LAYOUT[name], f"{size:,d}") for name, size in layout.items() if name != "world_size"]
     for stage, part in enumerate(plan["params_per_rank_by_stage"]):
         name = f"parameters of a rank{f', stage {stage}' if layout['pp'] > 1 else ''}"
         lines.append(
@@ -145,9 +156,9 @@ def _rests_on(plan: dict[str, Any]) -> list[str]:
     cluster, ranks = plan["cluster"], plan["layout"]["world_size"]
     lines = [
         "  Rests on steps of Base and 1.2B on one and two H100 and H200 (tools/records/README.md), which it meets",
-        f"  within 4% as CUDA graphs and {ERROR_OF_EAGER:.0%} where the host launches; those that it was not fitted to",
-        "  within 5% and 27%. CUDA graphs on GPUs joined by NVLink were measured with slower kernels only, and took up",
-        "  to 26% longer than estimated now. Other cards, more GPUs, larger models: not measured.",
+        f"  within 4% as CUDA graphs and {ERROR_OF_EAGER:.0%} where the host launches; those that it is not fitted to",
+        "  within 5% and 27%. CUDA graphs on GPUs joined by NVLink are measured with slower kernels only, and take up",
+        "  to 26% longer than the estimate. Other cards, more GPUs, larger models: not measured.",
     ]
     rates = []
     if cluster["gpus_per_node"] > 1:

@@ -3,9 +3,9 @@
 A step is what its slowest resource needs: arithmetic and memory traffic of the device one after the other, or the host
 that launches the kernels where that is slower, then what of the network nothing hides. The constants below are fitted
 to the project's own measurements on H100 and H200 (tools/records); `tests/unit/test_step_time.py` compares the
-estimates with all of them. Steps as CUDA graphs before speed_device_adam.json that no slow link held up had slower
-kernels and took longer, up to 26% over NVLink, for which there are no others. Hosts differ between machines by a
-third, and so do estimates of host-bound steps.
+estimates with all of them. Records of CUDA graphs other than speed_device_adam.json are of slower kernels: where no
+slow link holds them up those steps take longer, up to 26% over NVLink, for which there are no others. Hosts differ
+between machines by a third, and so do estimates of host-bound steps.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class StepTime:
     limited_by: str
 
 
-# As CUDA graphs, and launched by the host: the largest error of an estimate against the steps that were measured
-# (tests/unit/test_step_time.py). Of graphs it is that of 44 steps on several machines before their kernels were
-# replaced: those of now are met within 4%, but without a slow link they are of one GPU on one machine.
+# As CUDA graphs, and launched by the host: the largest error of an estimate against measured steps
+# (tests/unit/test_step_time.py). Of graphs it is that of 44 steps with slower kernels on several machines; those with
+# the kernels of this version are met within 4%, but without a slow link they are of one GPU on one machine.
 ERROR_OF_GRAPHS, ERROR_OF_EAGER = 0.11, 0.20
 
 

@@ -20,6 +20,7 @@ ALONE_AFTER_S = 8.0  # seconds in which the launcher surely has ended a rank tha
 USAGE = """usage: python -m egmla_megatron.train CONFIG [section.key=value ...] [--check]
 
 CONFIG    a YAML file, or the name of one in configs/run
+settings  section.key=value, as many as wanted or none
 --check   only check configuration, data, run folder and checkpoint (for WORLD_SIZE ranks), start nothing
 
 One process per GPU (or CPU rank) through torchrun; alone it is a run of one rank."""
@@ -34,7 +35,8 @@ def _train(arguments: Sequence[str], *, check_only: bool) -> int:
     layout, checkpoint = check_everything(cfg, world_size)
     if check_only:
         if rank == 0:
-            print(f"ok: {layout}; {'resumes ' + str(checkpoint) if checkpoint else 'starts from the beginning'}")
+            begin = f"resumes {checkpoint}" if checkpoint else "starts from the beginning"
+            print(f"ok: {layout.summary()}; {begin}")
         return 0
     from egmla_megatron.train.session import train
 
@@ -63,9 +65,10 @@ def main(argv: Sequence[str]) -> int:
     try:
         unknown = flags - {"--check"}
         if unknown or not arguments:
-            got = f"unknown option {sorted(unknown)[0]}" if unknown else "no CONFIG"
+            got = f"the unknown option {sorted(unknown)[0]}" if unknown else "no CONFIG"
             raise UserError(
-                f"command line: {got}; usage: python -m egmla_megatron.train CONFIG [section.key=value ...]"
+                f"command line: got {got}; usage: python -m egmla_megatron.train CONFIG [section.key=value ...] "
+                "[--check]; settings may be left out"
             )
         return _train(arguments, check_only="--check" in flags)
     except UserError as error:

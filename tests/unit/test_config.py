@@ -188,6 +188,13 @@ def test_missing_file_names_the_nearest(tmp_path: Path) -> None:
         load_config(tmp_path)
 
 
+def test_a_name_like_none_lists_every_one_once() -> None:
+    with pytest.raises(UserError) as caught:
+        load_config("xyzzy")
+    names = str(caught.value).partition("; names: ")[2].split(", ")
+    assert names.count("quickstart") == 1 and len(names) == len(set(names)) > 15
+
+
 def test_bare_names(root: Path) -> None:
     assert load_config("pretrain_base") == load_config(root / "configs" / "run" / "pretrain_base.yaml")
     assert load_config("mha_base.yaml") == load_config(root / "configs" / "model" / "mha_base.yaml")

@@ -185,13 +185,18 @@ def test_one_line_and_exit_code_2(trial: Trial, name: str, capsys: pytest.Captur
 def test_a_wrong_command_line(trial: Trial, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert main(arguments) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    if "nowhere.yaml" not in arguments:
+        assert "CONFIG [section.key=value ...] [--check]; settings may be left out" in said
 
 
 def test_what_is_right_passes_and_changes_nothing(trial: Trial, capsys: pytest.CaptureFixture[str]) -> None:
     before = sorted(trial.run.rglob("*"))
     assert main([str(trial.config), "--check"]) == 0
-    assert f"resumes {trial.checkpoint}" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    sizes = "TP 1 PP 1 DP 1 gate group 1, 2 micro-batches of a rank a step"
+    assert said == f"ok: 1 rank as {sizes}; resumes {trial.checkpoint}\n"
     assert main([str(trial.config), f"run.dir={trial.run}2", "--check"]) == 0
     assert "starts from the beginning" in capsys.readouterr().out
     assert sorted(trial.run.rglob("*")) == before

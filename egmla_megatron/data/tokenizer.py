@@ -222,8 +222,9 @@ def _load_gpt2() -> Tokenizer:
         encoding = tiktoken.get_encoding(GPT2)
     except OSError as error:  # requests' network errors are OSErrors
         raise UserError(
-            "tokenizer: gpt2 is not in tiktoken's cache and cannot be downloaded; "
-            "give a folder with the GPT-2 tokenizer's files, or set TIKTOKEN_CACHE_DIR"
+            "tokenizer: gpt2 is not in tiktoken's cache and cannot be downloaded; give a folder with GPT-2's own files "
+            "(--tokenizer FOLDER or data.tokenizer=FOLDER, with encoder.json and vocab.bpe or vocab.json and "
+            "merges.txt), or set TIKTOKEN_CACHE_DIR to a cache that holds them"
         ) from error
     # A copy under a name of its own: tiktoken pickles what it knows by name as that name, to be loaded again.
     return _GPT2(gpt2_encoding(encoding._mergeable_ranks, encoding.eot_token), name=GPT2)

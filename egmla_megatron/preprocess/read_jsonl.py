@@ -39,16 +39,17 @@ def inspect(path: Path, columns: Columns) -> tuple[Kind, str, str]:
 
     Lines that cannot be read are faults of their own when the rows are read; only a file of nothing else is unreadable.
     """
-    damaged = ""
+    damaged, count = "", 0
     try:
         with open_lines(path) as lines:
             for number, line in enumerate(lines, 1):
+                count += bool(line.strip())
                 row = _parse(line) if line.strip() else {}
                 if isinstance(row, str):
-                    damaged = damaged or f"{path}, line {number}: {row}"
+                    damaged = damaged or f"line {number}: {row}"
                     continue
                 if any(type(value) is list and None in value for value in map(row.get, (columns.tokens, columns.text))):
-                    damaged = damaged or f"{path}, line {number}: got a list with null, expected whole numbers"
+                    damaged = damaged or f"line {number}: got a list with null, expected whole numbers"
                     continue
                 values = {key: _type_of(value) for key, value in row.items() if value is not None and value != []}
                 if values.keys() & {columns.tokens, columns.text}:
@@ -57,7 +58,11 @@ def inspect(path: Path, columns: Columns) -> tuple[Kind, str, str]:
                     return choose_column(str(path), dict.fromkeys(row, ""), columns)  # raises: neither is there
     except _STREAM_ERRORS as error:
         raise UnreadableError(f"{path}: cannot be read ({error})") from error
-    raise UnreadableError(damaged or f"{path}: got no row with a value, expected at least one")
+    if not damaged:
+        raise UnreadableError(f"{path}: got no row with a value, expected at least one")
+    if count == 1:
+        raise UnreadableError(f"{path}, {damaged}; it is the only line")
+    raise UnreadableError(f"{path}: got no usable row in {count:,} lines, expected at least one; the first, {damaged}")
 
 
 def _parse(line: bytes) -> dict[str, Any] | str:
@@ -65,7 +70,7 @@ def _parse(line: bytes) -> dict[str, Any] | str:
     try:
         row = orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        return f"not valid JSON ({error})"
+        return f"not valid JSON (column {error.colno}: {error.msg})"
     return row if isinstance(row, dict) else f"got a JSON {type(row).__name__}, expected an object"
 
 

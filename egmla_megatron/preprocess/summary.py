@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -13,12 +14,14 @@ from egmla_megatron.preprocess.sources import Source
 __all__ = ["LICENCE", "describe_inputs", "describe_result", "is_climbmix"]
 
 LICENCE = "ClimbMix is licensed CC BY-NC 4.0: name its authors (NVIDIA), no commercial use."
+_CLIMBMIX = re.compile("climb[-_ ]?mix")
+_SOME = 20  # documents for validation that are better than none
 _LISTED = 20  # inputs printed one by one
 
 
 def is_climbmix(sources: Iterable[Source]) -> bool:
-    """By name, or by its cluster column."""
-    return any("climb" in source.name.lower() or source.cluster_column for source in sources)
+    """By name: others have clusters, too."""
+    return any(_CLIMBMIX.search(source.name.lower()) for source in sources)
 
 
 def describe_inputs(plan: Plan) -> str:
@@ -38,6 +41,20 @@ def describe_inputs(plan: Plan) -> str:
     return "\n".join(lines)
 
 
+def _no_validation(documents: int, options: Options) -> str:
+    """Why there is none, and how to get some."""
+    if not options.validation_fraction:
+        return "none, as asked (--validation-fraction 0)"
+    share = f"--validation-fraction {options.validation_fraction:g}"
+    if documents < 2:
+        return f"none: {share} chose none of {documents} documents"
+    enough = min(0.5, _SOME / documents)
+    return (
+        f"none: {share} chose none of {documents:,} documents; --validation-fraction {enough:.2g} (with --overwrite) "
+        f"chooses about {round(enough * documents)}"
+    )
+
+
 def describe_result(
     manifest: dict[str, Any], options: Options, valid: dict[str, Any] | None, seconds: Mapping[str, float]
 ) -> str:
@@ -52,7 +69,9 @@ def describe_result(
         "documents": f"{manifest['documents']:,}",
         "tokens": f"{manifest['tokens']:,}",
         "bytes": f"{manifest['bytes']['bin']:,} ({manifest['dtype']})",
-        "validation": "none" if valid is None else f"{valid['documents']:,} documents, {valid['tokens']:,} tokens",
+        "validation": _no_validation(manifest["documents"], options)
+        if valid is None
+        else f"{valid['documents']:,} documents, {valid['tokens']:,} tokens",
         "distinct ids": f"{facts['distinct_ids']:,} of {manifest['vocab_size']:,}",
         "distinct ids per 8192 tokens": f"{100 * manifest['unique_fraction_of_8192']:.1f}%",
         "longest document": f"{manifest['longest_document']:,} tokens",

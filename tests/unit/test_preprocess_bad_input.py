@@ -135,7 +135,14 @@ UNREADABLE: dict[str, tuple[Make, str]] = {
     "no zst": (lambda f: damaged(write_jsonl(f / "x.jsonl.zst", GOOD), 0, b"nozst"), r"x\.jsonl\.zst: cannot be read"),
     "no gz": (lambda f: damaged(write_jsonl(f / "x.jsonl.gz", GOOD), 0, b"nogz"), r"x\.jsonl\.gz: cannot be read"),
     "empty file": (lambda f: write_lines(f / "x.jsonl", []), r"x\.jsonl: got 0 bytes, expected data"),
-    "only bad lines": (lambda f: write_lines(f / "x.jsonl", ["{", "["]), r"x\.jsonl, line 1: not valid JSON"),
+    "only bad lines": (
+        lambda f: write_lines(f / "x.jsonl", ["{", "["]),
+        r"x\.jsonl: got no usable row in 2 lines, .*; the first, line 1: not valid JSON \(column \d: [^():]*\)",
+    ),
+    "one bad line": (
+        lambda f: write_lines(f / "x.jsonl", ["{"]),
+        r"x\.jsonl, line 1: not valid JSON .*; it is the only line",
+    ),
 }
 
 

@@ -214,7 +214,8 @@ def test_clusters_are_counted_and_can_be_written_apart(
 ) -> None:
     clusters = [i % 3 - 1 for i in range(len(ROWS))]  # -1 is a cluster like others: some clusterings call noise so
     more: Any = pa.array(clusters) if name.endswith("parquet") else clusters
-    manifest = run(tmp_path / "out", WRITERS[name](tmp_path / f"climbmix-{name}", ROWS, cluster_id=more), by_cluster=True)
+    path = WRITERS[name](tmp_path / f"climbmix-{name}", ROWS, cluster_id=more)
+    manifest = run(tmp_path / "out", path, by_cluster=True)
     for cluster in (-1, 0, 1):
         expected = ended([row for row, found in zip(ROWS, clusters, strict=True) if found == cluster])
         assert stored(tmp_path / f"out_cluster{cluster}") == expected
@@ -222,7 +223,7 @@ def test_clusters_are_counted_and_can_be_written_apart(
         assert manifest["clusters"][str(cluster)] == sizes
         verify_prefix(tmp_path / f"out_cluster{cluster}", full=True)
     assert capsys.readouterr().out.count("CC BY-NC 4.0") == 1
-    run(tmp_path / "out", str(tmp_path / name), overwrite=True)  # stale ones go
+    run(tmp_path / "out", path, overwrite=True)  # stale ones go
     assert not list(tmp_path.glob("out_cluster*"))
 
 

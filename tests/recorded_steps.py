@@ -135,6 +135,7 @@ def _sharding(record: Any) -> Iterator[RecordedStep]:
 
 
 def _one_gpu(record: Any, *, present: bool) -> Iterator[RecordedStep]:
+    deferred = [] if record.get("deferred_table_updates") else ["optimizer.deferred_table_updates=false"]
     for title, rows in record["bench_train"].items():
         if not title.startswith("pretrain"):
             continue
@@ -143,7 +144,8 @@ def _one_gpu(record: Any, *, present: bool) -> Iterator[RecordedStep]:
         for row in rows:
             if row["reported"] or "train.fp8=tensorwise" in row["settings"]:
                 continue  # steps as those of the first row; the estimate knows no FP8
-            settings = [f"train.global_batch_size={batch}", "train.cuda_graph=true", *row["settings"]]
-            cfg = load_config(config, settings)
+            cfg = load_config(
+                config, [f"train.global_batch_size={batch}", "train.cuda_graph=true", *deferred, *row["settings"]]
+            )
             name = f"{title} {row['variant']}"
             yield RecordedStep(name, cfg, 1, "h200", True, True, None, False, row["step_ms_median"], present)

@@ -30,6 +30,9 @@ PASSES = 6.0  # times that a byte saved for backward goes through memory
 # where the device decides updates Adam alone, without the gradient: moments and master weight both ways, the weight
 OPTIMIZER_BYTES, FUSED_BYTES = 46.0, 26.0
 ADAM_EFFICIENCY = 0.82  # 3.92 of 4.8 TB/s (train/adam_cuda.py)
+# arithmetic of an entry's update that was made later: 100 us for 154M entries (train/adam_rows_cuda.py, whose SWEEP
+# this is)
+WAITING_UPDATE_S, SWEEP = 0.65e-12, 128
 # kernels too small for any bandwidth, ms of a layer and micro-batch: all others; heads and RoPE, and gate, norm and sum
 # by row, where our kernels do not compute them (both: 36.8 instead of 29.0 ms with 12 layers, kernels_and_graphs.json)
 SMALL_KERNELS_MS, HEADS_MS, GATE_MS = 0.14, 0.45, 0.25
@@ -164,14 +167,27 @@ def _device_decides(cfg: RunConfig, *, te: bool) -> bool:
 
 
 def _optimizer_seconds(cfg: RunConfig, layout: Layout, stage: int, card: Card, *, te: bool) -> float:
-    """Of the device: all gradients of the rank are zeroed, and its own part updated."""
+    """Of the device: gradients are zeroed, but those of tables that are updated by rows, and the own part is updated."""
     bandwidth, wide = card.memory_gb_per_s * COPY_EFFICIENCY * 1e9, cfg.parallel.grad_element_bytes
+    dense, tables = parameters_of_rank(cfg, layout, stage)
     own = _updated_parameters(cfg, layout, stage)
-    zeroing = wide * sum(parameters_of_rank(cfg, layout, stage)) / bandwidth
     if not _device_decides(cfg, te=te):
-        return zeroing + OPTIMIZER_BYTES * own / bandwidth
-    norm, adam = wide * own, (FUSED_BYTES + wide) * own
-    return zeroing + norm / bandwidth + adam / (card.memory_gb_per_s * ADAM_EFFICIENCY * 1e9)
+        return (wide * (dense + tables) + OPTIMIZER_BYTES * own) / bandwidth
+    by_rows = 0.0
+    if cfg.optimizer.deferred_table_updates and layout.gate_data_parallel == 1:
+        own, tables, by_rows = own - tables, 0, _row_seconds(cfg, layout, tables, bandwidth)
+    zeroing, norm, adam = wide * (dense + tables), wide * own, (FUSED_BYTES + wide) * own
+    return by_rows + (zeroing + norm) / bandwidth + adam / (card.memory_gb_per_s * ADAM_EFFICIENCY * 1e9)
+
+
+def _row_seconds(cfg: RunConfig, layout: Layout, tables: float, bandwidth: float) -> float:
+    """Of updating `tables` entries by rows. A row that a step reads is updated before and after, and its gradient is
+    read twice and zeroed; of the others one in SWEEP is updated."""
+    readers = max(1, cfg.parallel.gate_group // (layout.tp * layout.cp))
+    tokens = cfg.train.micro_batch_size * cfg.train.seq_length * layout.num_microbatches * readers
+    read = min(1.0, tokens * unique_fraction(tokens) / cfg.model.vocab_size)
+    moved = read * (2 * FUSED_BYTES + 3 * cfg.parallel.grad_element_bytes) + FUSED_BYTES / SWEEP
+    return tables * (moved / bandwidth + WAITING_UPDATE_S)
 
 
 def _pass(cfg: RunConfig, layout: Layout, stage: int, card: Card, *, te: bool, triton: bool) -> _Pass:

@@ -20,6 +20,7 @@ from egmla_megatron.bench.roofline.options import KernelBench, kernel_bench
 from egmla_megatron.bench.roofline.sizes import Linear, Sizes, linears
 from egmla_megatron.bench.roofline.table import kernel_table, make_row, sum_of_rows
 from egmla_megatron.bench.roofline.timing import HostTimer, Times, calls_of_graph
+from egmla_megatron.bench.roofline.update_case import _row_case
 from egmla_megatron.bench.zipf import probabilities
 from egmla_megatron.config.check import check_config
 from egmla_megatron.config.schema import ModelConfig
@@ -167,6 +168,22 @@ def test_kernels_compute_what_stands_beside_them(world: Any, name: str) -> None:
             for one, other in zip(*results, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
             assert moved(kernel) == kernel.cost.bytes == operations.cost.bytes
+
+
+def test_updates_of_tables_by_rows(world: Any) -> None:
+    """Half of the rows are read; the others that are due need no gradient."""
+    pytest.importorskip("triton")
+    buffers, cfg = Buffers(torch.device("cpu"), torch.float32), tiny_run(TINY)
+    columns = TINY.num_layers * TINY.kv_emb_dim
+    case = _row_case(cfg, 1, 9, buffers)
+    assert case.cost.bytes == 9 * columns * (6 * 4 + 4 + 3 * 4)  # none of 18 rows is due
+    call = case.prepare()
+    before = [each.clone() for each in call.read]
+    gradient, *after, squares = call.run(None)
+    assert not gradient[::2].any() and torch.equal(gradient[1::2], before[0][1::2])
+    torch.testing.assert_close(squares, before[0][::2].square().sum().reshape(1))
+    for one, other in zip(after, before[1:], strict=True):
+        assert (one[::2] != other[::2]).any(dim=1).all() and torch.equal(one[3::2], other[3::2])
 
 
 def test_rows_of_tokens_repeat_like_words(world: Any) -> None:

@@ -34,6 +34,7 @@ __all__ = [
     "linear_weight_gradient",
     "norm_backward",
     "norm_forward",
+    "row_update",
     "split_heads",
     "swiglu_backward",
     "swiglu_forward",
@@ -207,3 +208,14 @@ def update(parameters: int, weight_bytes: int) -> Cost:
         weight_bytes: of a weight in the model; 0: the master weight is it.
     """
     return Cost(parameters * (7 * _FP32 + weight_bytes))
+
+
+def row_update(read: int, due: int, weight_bytes: int, gradient_bytes: int) -> Cost:
+    """As `update`, of the entries of table rows: those that were read, whose gradient is also read for its norm and
+    zeroed, and those that are due without a gradient.
+
+    Args:
+        read, due: entries.
+        weight_bytes, gradient_bytes: of an entry.
+    """
+    return Cost((read + due) * (6 * _FP32 + weight_bytes) + read * 3 * gradient_bytes)

@@ -21,7 +21,7 @@ from egmla_megatron.bench.roofline.rates import measure_machine
 from egmla_megatron.bench.roofline.sizes import Sizes, sizes_of
 from egmla_megatron.bench.roofline.table import Row, kernel_table, make_row, sum_of_rows
 from egmla_megatron.bench.roofline.timing import GraphTimer, HostTimer, Timer
-from egmla_megatron.bench.roofline.update_case import update_case
+from egmla_megatron.bench.roofline.update_case import update_cases
 from egmla_megatron.config.to_mcore import DTYPES
 from egmla_megatron.model.build import BuiltModel, build_model
 from egmla_megatron.parallel.world import World, close_world, open_world, seed_everything
@@ -87,7 +87,7 @@ def all_cases(bench: KernelBench, sizes: Sizes, built: BuiltModel, device: torch
         *layer_cases(sizes, built, buffers),
         *gate_cases(sizes, triton=triton, buffers=buffers),
         *heads_cases(sizes, triton=triton, buffers=buffers),
-        update_case(bench.cfg, bench.layout.num_microbatches, buffers),
+        *update_cases(bench.cfg, bench.layout.num_microbatches, sizes.distinct, buffers),
     ]
 
 

@@ -1,4 +1,4 @@
-"""The optimizer's update of all weights, timed on a part of them."""
+"""The optimizer's update of all weights, timed on a part of them, and of the rows of the gating tables."""
 
 from __future__ import annotations
 
@@ -13,28 +13,33 @@ from egmla_megatron.bench.roofline.case import Buffers, Call, Case
 from egmla_megatron.config.schema import OptimizerConfig, RunConfig
 from egmla_megatron.config.to_mcore import optimizer_config
 from egmla_megatron.model.count import count_parameters
+from egmla_megatron.report.memory import unique_fraction
 
-__all__ = ["update_case"]
+__all__ = ["update_cases"]
 
 MOST_ELEMENTS = {"cuda": 2**27, "cpu": 2**20}  # of the buffer that is updated; larger ones take proportionally longer
 
 
-def update_case(cfg: RunConfig, microbatches: int, buffers: Buffers) -> Case:
-    """AdamW of fp32 gradients, moments and master weights over all of the model's parameters, gating tables included.
+def update_cases(cfg: RunConfig, microbatches: int, distinct: int, buffers: Buffers) -> list[Case]:
+    """AdamW of fp32 gradients, moments and master weights over all of the model's parameters; gating tables among them,
+    or by the rows that a step reads.
 
     Args:
         microbatches: of an optimizer step.
+        distinct: ids of a micro-batch.
     """
-    parameters = count_parameters(cfg.model).total
+    counted = count_parameters(cfg.model)
+    fused = optimizer_config(cfg).use_precision_aware_optimizer  # as the trainer's, where it can
+    by_rows = fused and cfg.optimizer.deferred_table_updates and counted.gate_tables > 0
+    parameters = counted.total - (counted.gate_tables if by_rows else 0)
     elements = min(parameters, MOST_ELEMENTS[buffers.device.type])
     weight_bytes = cfg.train.element_bytes if cfg.train.precision == "bf16" else 0
-    fused = optimizer_config(cfg).use_precision_aware_optimizer  # as the trainer's, where it can
 
     def prepare() -> Call:
         make = _on_device if fused else _by_torch
         return make(cfg.optimizer, elements, buffers)
 
-    return Case(
+    whole = Case(
         kernel=f"AdamW, {'our kernel' if fused else 'torch, fused'}",
         direction="update",
         count=1 / microbatches,
@@ -42,6 +47,45 @@ def update_case(cfg: RunConfig, microbatches: int, buffers: Buffers) -> Case:
         prepare=prepare,
         scale=parameters / elements,
     )
+    return [whole, _row_case(cfg, microbatches, distinct, buffers)] if by_rows else [whole]
+
+
+def _row_case(cfg: RunConfig, microbatches: int, distinct: int, buffers: Buffers) -> Case:
+    """On a table of twice the rows that are read, for each of which every update has been made."""
+    from egmla_megatron.train.adam_rows_cuda import SWEEP
+
+    columns = cfg.model.num_layers * cfg.model.kv_emb_dim
+    tokens = cfg.train.micro_batch_size * cfg.train.seq_length * microbatches
+    if microbatches > 1:
+        distinct = min(cfg.model.vocab_size, round(tokens * unique_fraction(tokens)))
+    rows = 2 * distinct
+    gradient_bytes = cfg.parallel.grad_element_bytes
+    return Case(
+        kernel="AdamW of table rows, our kernels",
+        direction="update",
+        count=1 / microbatches,
+        cost=cost.row_update(distinct * columns, rows // SWEEP * columns, cfg.train.element_bytes, gradient_bytes),
+        prepare=lambda: _by_rows(cfg, rows, columns, buffers),
+    )
+
+
+def _by_rows(cfg: RunConfig, rows: int, columns: int, buffers: Buffers) -> Call:
+    from egmla_megatron.train.adam_rows_cuda import Rows, row_squares, update_rows
+
+    weight_VN, master_VN = buffers.normal(rows, columns), buffers.normal(rows, columns, dtype=torch.float32)
+    grad_dtype = torch.float32 if cfg.parallel.grad_reduce_dtype == "fp32" else torch.bfloat16
+    gradient_VN = buffers.normal(rows, columns, dtype=grad_dtype)
+    tensors = (gradient_VN, weight_VN, torch.zeros_like(master_VN), torch.ones_like(master_VN), master_VN)
+    state, plan_4 = Rows.of(rows, buffers.device), torch.ones(4, device=buffers.device)
+    count_1 = torch.ones(1, dtype=torch.int64, device=buffers.device)
+    state.read_V[::2] = 1
+
+    def run(_: Any) -> tuple[Tensor, ...]:
+        squares_1 = row_squares(state, gradient_VN)
+        update_rows(state, tensors, count_1, plan_4, 1, **_settings(cfg.optimizer))
+        return (*tensors, squares_1)
+
+    return Call(tensors, run)
 
 
 def _settings(opt: OptimizerConfig) -> dict[str, Any]:

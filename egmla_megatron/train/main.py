@@ -26,6 +26,7 @@ One process per GPU (or CPU rank) through torchrun; alone it is a run of one ran
 
 
 def _train(arguments: Sequence[str], *, check_only: bool) -> int:
+    from egmla_megatron.checkpoint.choose import warn_of_damaged
     from egmla_megatron.config.load import load_config
     from egmla_megatron.train.preflight import check_everything
 
@@ -34,6 +35,7 @@ def _train(arguments: Sequence[str], *, check_only: bool) -> int:
     layout, checkpoint = check_everything(cfg, world_size)
     if check_only:
         if rank == 0:
+            warn_of_damaged(cfg)
             print(f"ok: {layout}; {'resumes ' + str(checkpoint) if checkpoint else 'starts from the beginning'}")
         return 0
     from egmla_megatron.train.session import train

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from egmla_megatron.attention.gate_ids import GatePlan
-from egmla_megatron.checkpoint.choose import choose_checkpoint
+from egmla_megatron.checkpoint.choose import choose_checkpoint, warn_of_damaged
 from egmla_megatron.checkpoint.load import load_checkpoint
 from egmla_megatron.config.check import Layout
 from egmla_megatron.config.schema import RunConfig
@@ -108,7 +108,9 @@ def _claim(cfg: RunConfig) -> tuple[IO[str], Path | None]:
     path = Path(cfg.run.dir)
     if not (path / "config.yaml").is_file():
         write_config(cfg)
-    return lock_run_dir(path), choose_checkpoint(cfg)
+    lock, checkpoint = lock_run_dir(path), choose_checkpoint(cfg)
+    warn_of_damaged(cfg)
+    return lock, checkpoint
 
 
 def _datasets(cfg: RunConfig, layout: Layout) -> Datasets:

@@ -279,4 +279,6 @@ def test_the_status_of_a_run(tmp_path: Path) -> None:
     assert read_tail(tmp_path).steps[-1]["step"] == 25
     (tmp_path / "metrics.jsonl").unlink()
     waiting = format_status(read_status(tmp_path, now), now)
-    assert "starting" in waiting and "no step yet" in waiting and "none yet" in waiting
+    assert "starting" in waiting and "no step yet" in waiting and "none yet" in waiting and "damaged" not in waiting
+    (tmp_path / "checkpoints/step_00000020").mkdir(parents=True)
+    assert "damaged      step_00000020: COMPLETE is missing" in format_status(read_status(tmp_path, now), now)

@@ -54,8 +54,7 @@ def choose_checkpoint(cfg: RunConfig) -> Path | None:
         return find_checkpoint(Path(cfg.checkpoint.load), warn=False)
     if cfg.checkpoint.resume == "required":
         raise UserError(
-            f"checkpoint.resume=required: {root} holds no complete checkpoint; "
-            "use auto to start from the beginning"
+            f"checkpoint.resume=required: {root} holds no complete checkpoint; use auto to start from the beginning"
         )
     return None
 

@@ -171,7 +171,7 @@ def passed_over(root: Path) -> dict[Path, str]:
 
 
 def warn_of_passed_over(root: Path) -> None:
-    """Name on stderr every checkpoint that is left out although it is newer than the one that is used; rank 0 speaks."""
+    """Name on stderr every checkpoint that is left out although it is newer than the one in use; rank 0 speaks."""
     if whole_number("RANK", 0, 0):
         return
     for path, why in passed_over(root).items():
@@ -209,7 +209,7 @@ def find_checkpoint(where: Path, *, warn: bool = True) -> Path:
     if (where / MARKER).is_file():
         damaged[where] = damage_of(where)
     if damaged:
-        raise UserError(f"checkpoint: {describe_damaged(damaged)}; give another run folder or checkpoints/step_* folder")
+        raise UserError(f"checkpoint: {describe_damaged(damaged)}; give another run or checkpoints/step_* folder")
     if (where / "config.json").is_file():
         raise UserError(
             f"checkpoint: {where} is a Hugging Face folder; make a checkpoint of it with tools/convert_checkpoint.py "

@@ -1,4 +1,4 @@
-"""What a start does about checkpoints of its run that cannot be used: it names them, and never begins anew over them."""
+"""What a start does about checkpoints that cannot be used: it names them, and never begins anew over its own."""
 
 from __future__ import annotations
 

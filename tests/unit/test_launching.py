@@ -78,6 +78,8 @@ def tail(**kinds: Any) -> RunTail:
         (130, 0, signal.SIGINT, False, "stopped", 130),
         (138, signal.SIGUSR1, 0, False, "interrupted", AGAIN),
         (143, 0, 0, False, "interrupted", AGAIN),
+        (129, 0, 0, False, "interrupted", AGAIN),  # SIGHUP
+        (129, signal.SIGHUP, signal.SIGUSR1, False, "saved", AGAIN),  # to the script, which passes USR1 on
         (1, signal.SIGTERM, 0, False, "crash", AGAIN),  # Slurm ends a job that has lost a node
         (2, 0, 0, False, "mistake", 2),
         (2, 0, 0, True, "crash", AGAIN),  # a node failed its check on a restart

@@ -16,7 +16,7 @@ from egmla_megatron.config.load import architecture, architecture_difference
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.errors import UserError
 
-__all__ = ["check_compatible", "choose_checkpoint", "own_checkpoints", "warn_of_damaged"]
+__all__ = ["check_compatible", "choose_checkpoint", "own_checkpoints", "warn_of_damaged", "where_it_resumes"]
 
 
 def own_checkpoints(cfg: RunConfig) -> Path:
@@ -57,6 +57,14 @@ def choose_checkpoint(cfg: RunConfig) -> Path | None:
             f"checkpoint.resume=required: {root} holds no complete checkpoint; use auto to start from the beginning"
         )
     return None
+
+
+def where_it_resumes(cfg: RunConfig) -> str:
+    """For a message: what the next start goes on from."""
+    own = complete_checkpoints(own_checkpoints(cfg))
+    if own and cfg.checkpoint.resume != "never":
+        return f"it goes on from {own[-1].name}"
+    return f"it begins anew from {cfg.checkpoint.load or 'the beginning'}, there is no checkpoint of this run"
 
 
 def check_compatible(cfg: RunConfig, path: Path, manifest: Manifest, data_fingerprint: str | None) -> None:

@@ -192,7 +192,7 @@ class CheckpointConfig:
 class LoggingConfig:
     """What is reported where."""
 
-    interval_steps: int = 1  # steps between log lines
+    interval_steps: int = 1  # steps between log lines, in all sinks; bad steps and a start's last always have one
     tensorboard: bool = True
     wandb: Literal["disabled", "offline", "online"] = "offline"
     wandb_project: str = "egmla"

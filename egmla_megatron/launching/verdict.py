@@ -86,7 +86,7 @@ def judge(launches: Sequence[Launch]) -> Verdict:
     what = f"crashed (exit code {last.code})"
     if last.outcome in ("interrupted", "saved"):
         what = "interrupted before it could save"
-    return Verdict(AGAIN, f"{what} {when}; the newest complete checkpoint is where it goes on")
+    return Verdict(AGAIN, f"{what} {when}; it goes on from the newest complete checkpoint, if there is one")
 
 
 def _stuck(launches: Sequence[Launch]) -> str:

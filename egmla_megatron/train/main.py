@@ -29,6 +29,7 @@ def _train(arguments: Sequence[str], *, check_only: bool) -> int:
     from egmla_megatron.checkpoint.choose import warn_of_damaged
     from egmla_megatron.config.load import load_config
     from egmla_megatron.train.preflight import check_everything
+    from egmla_megatron.train.resume import nothing_to_train
 
     cfg = load_config(arguments[0], arguments[1:])
     rank, world_size = whole_number("RANK", 0, 0), whole_number("WORLD_SIZE", 1, 1)
@@ -36,7 +37,8 @@ def _train(arguments: Sequence[str], *, check_only: bool) -> int:
     if check_only:
         if rank == 0:
             warn_of_damaged(cfg)
-            print(f"ok: {layout}; {'resumes ' + str(checkpoint) if checkpoint else 'starts from the beginning'}")
+            begins = f"resumes {checkpoint}" if checkpoint else "starts from the beginning"
+            print(f"ok: {layout}; {nothing_to_train(cfg, checkpoint) or begins}")
         return 0
     from egmla_megatron.train.session import train
 

@@ -144,6 +144,8 @@ def test_steps_that_are_not_finite_are_skipped_then_stop_the_run(tmp_path: Path,
     skipped = [event["step"] for event in events(run, "step") if event["skipped"]]
     assert len(skipped) == 3 and skipped == list(range(skipped[0], skipped[0] + 3))
     assert events(run, "end") == []
+    assert checkpoints(run)[-1] == skipped[0] - 1 and f"goes on from step_{skipped[0] - 1:08d}" in errors[0]
+    start_trainer(1, tmp_path / "again.log", config, *overrides, "train.exit_after_steps=2").succeed()
     before, after = (weights(run, step) for step in checkpoints(run)[-2:])
     assert all(first.equal(second) for first, second in zip(before, after, strict=True))
 

@@ -185,6 +185,7 @@ class CheckpointConfig:
     # with its step, data position and optimizer (one made by convert_checkpoint.py from-hf: with weights and step);
     # its own newest checkpoint wins
     load: str = ""
+    verify: bool = True  # before loading, read all of a checkpoint once and compare checksums (0.3 s per GB and core)
     asynchronous: bool = True  # write in the background on GPUs (CPU runs always write in the foreground)
 
 

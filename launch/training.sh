@@ -37,6 +37,8 @@ egmla_train() {
         trap 'egmla_catch 10' USR1
         trap 'egmla_catch 15' TERM
         trap 'egmla_catch 2' INT
+        trap 'egmla_catch 1' HUP
+        trap 'egmla_catch 3' QUIT
         EGMLA_LOG="$(egmla_find_log)"
         EGMLA_LOG_FROM=$(($(wc -l 2>/dev/null <"${EGMLA_LOG:-/dev/null}" || echo 0) + 1))
     fi

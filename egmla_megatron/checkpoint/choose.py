@@ -4,31 +4,67 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from egmla_megatron.checkpoint.manifest import Manifest, complete_checkpoints, find_checkpoint
+from egmla_megatron.checkpoint.manifest import (
+    Manifest,
+    complete_checkpoints,
+    damaged_checkpoints,
+    describe_damaged,
+    find_checkpoint,
+    warn_of_passed_over,
+)
 from egmla_megatron.config.load import architecture, architecture_difference
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.errors import UserError
 
-__all__ = ["check_compatible", "choose_checkpoint"]
+__all__ = ["check_compatible", "choose_checkpoint", "own_checkpoints", "warn_of_damaged", "where_it_resumes"]
+
+
+def own_checkpoints(cfg: RunConfig) -> Path:
+    """The folder of the run's checkpoints."""
+    return Path(cfg.run.dir) / "checkpoints"
+
+
+def warn_of_damaged(cfg: RunConfig) -> None:
+    """Name the checkpoints that `choose_checkpoint` passes over, on stderr."""
+    if cfg.checkpoint.resume != "never" and complete_checkpoints(own_checkpoints(cfg)):
+        warn_of_passed_over(own_checkpoints(cfg))
+    elif cfg.checkpoint.load:
+        find_checkpoint(Path(cfg.checkpoint.load))
 
 
 def choose_checkpoint(cfg: RunConfig) -> Path | None:
-    """The checkpoint to start from, or None for a fresh start.
+    """The checkpoint to start from, or None for a fresh start. Silent: see `warn_of_damaged`.
 
     Raises:
-        UserError: a checkpoint is required and there is none.
+        UserError: a checkpoint is required and there is none, or all of the run's are damaged: a start from the
+            beginning would overwrite what may still be mended.
     """
-    own = complete_checkpoints(Path(cfg.run.dir) / "checkpoints")
-    if cfg.checkpoint.resume != "never" and own:
-        return own[-1]
+    root = own_checkpoints(cfg)
+    own = complete_checkpoints(root)
+    if cfg.checkpoint.resume != "never":
+        if own:
+            return own[-1]
+        damaged = damaged_checkpoints(root)
+        if damaged:
+            raise UserError(
+                f"checkpoint: {describe_damaged(damaged)}, allowed one that is whole; put back a copy, or move {root} "
+                f"away to start from {cfg.checkpoint.load or 'the beginning'}, or choose another run.dir"
+            )
     if cfg.checkpoint.load:
-        return find_checkpoint(Path(cfg.checkpoint.load))
+        return find_checkpoint(Path(cfg.checkpoint.load), warn=False)
     if cfg.checkpoint.resume == "required":
         raise UserError(
-            f"checkpoint.resume=required: {Path(cfg.run.dir) / 'checkpoints'} holds no complete checkpoint; "
-            "use auto to start from the beginning"
+            f"checkpoint.resume=required: {root} holds no complete checkpoint; use auto to start from the beginning"
         )
     return None
+
+
+def where_it_resumes(cfg: RunConfig) -> str:
+    """For a message: what the next start goes on from."""
+    own = complete_checkpoints(own_checkpoints(cfg))
+    if own and cfg.checkpoint.resume != "never":
+        return f"it goes on from {own[-1].name}"
+    return f"it begins anew from {cfg.checkpoint.load or 'the beginning'}, there is no checkpoint of this run"
 
 
 def check_compatible(cfg: RunConfig, path: Path, manifest: Manifest, data_fingerprint: str | None) -> None:

@@ -22,6 +22,7 @@ from egmla_megatron.checkpoint.manifest import (
 )
 from egmla_megatron.checkpoint.state import chunk_name, model_state, optimizer_state, restore_rng, rng_state
 from egmla_megatron.checkpoint.stored import StoredWeights
+from egmla_megatron.checkpoint.verify import refuse_changed
 from egmla_megatron.config.load import from_dict
 from egmla_megatron.config.schema import ModelConfig, RunConfig
 from egmla_megatron.errors import UserError
@@ -52,8 +53,10 @@ def load_checkpoint(
     """
     manifest = read_manifest(path)
     check_compatible(cfg, path, manifest, data_fingerprint)
+    if cfg.checkpoint.verify:
+        refuse_changed(path, world)
     if manifest.weights_only:
-        read_weights(built, world, path)
+        load_weights(built, _read({"model": model_state(built, world)}, path)["model"], path)
         optimizer.reload_model_params()  # its fp32 copies
         seed_everything(cfg.run.seed + manifest.step, world)
         return manifest
@@ -78,6 +81,7 @@ def load_checkpoint(
 
 def read_weights(built: BuiltModel, world: World, path: Path) -> None:
     """Weights alone, of a checkpoint of any layout. Every rank calls it."""
+    refuse_changed(path, world)
     load_weights(built, _read({"model": model_state(built, world)}, path)["model"], path)
 
 

@@ -11,23 +11,31 @@ import json
 import os
 import re
 import shutil
+import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from egmla_megatron.environment import whole_number
 from egmla_megatron.errors import UserError
 
 __all__ = [
     "Manifest",
     "checkpoint_path",
     "complete_checkpoints",
+    "damage_of",
+    "damaged_checkpoints",
+    "describe_damaged",
     "find_checkpoint",
     "is_complete",
     "mark_complete",
+    "passed_over",
     "prune",
     "read_manifest",
     "seal",
     "step_of",
+    "warn_of_passed_over",
 ]
 
 FORMAT = 1
@@ -107,16 +115,44 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def is_complete(path: Path) -> bool:
-    """True when the marker belongs to the manifest and every data file has the size that the manifest says."""
-    marker, manifest = path / MARKER, path / "manifest.json"
-    if not (marker.is_file() and manifest.is_file()):
-        return False
-    content = manifest.read_bytes()
-    if marker.read_text().strip() != hashlib.sha256(content).hexdigest():
-        return False
+def damage_of(path: Path) -> str:
+    """Why a checkpoint folder cannot be used, in a few words; empty: the marker belongs to the manifest, and every data
+    file has the size that the manifest says."""
+    try:
+        return _damage_of(path)
+    except OSError as error:
+        return f"{error.filename or path} cannot be read ({error.strerror})"
+
+
+def _damage_of(path: Path) -> str:
+    for name in (MARKER, "manifest.json"):
+        if not (path / name).is_file():
+            return f"{name} is missing"
+    content = (path / "manifest.json").read_bytes()
+    if (path / MARKER).read_bytes().strip() != hashlib.sha256(content).hexdigest().encode():
+        return f"manifest.json is not the one that {MARKER} was written for"
     files: dict[str, int] = json.loads(content).get("files", {})
-    return all((path / name).is_file() and (path / name).stat().st_size == size for name, size in files.items())
+    for name, size in files.items():
+        if not (path / name).is_file():
+            return f"{name} is missing"
+        found = (path / name).stat().st_size
+        if found != size:
+            return f"{name} has {found:,} bytes of {size:,}"
+    return ""
+
+
+def is_complete(path: Path) -> bool:
+    """True when `damage_of` finds nothing."""
+    return not damage_of(path)
+
+
+def damaged_checkpoints(root: Path) -> dict[Path, str]:
+    """What has a checkpoint's name and cannot be used, oldest first, with the reason. A save that was cut off has
+    another name and is not meant."""
+    if not root.is_dir():
+        return {}
+    found = {path: damage_of(path) for path in root.iterdir() if step_of(path) >= 0}
+    return {path: found[path] for path in sorted(found, key=step_of) if found[path]}
 
 
 def complete_checkpoints(root: Path) -> list[Path]:
@@ -127,8 +163,34 @@ def complete_checkpoints(root: Path) -> list[Path]:
     return sorted(found, key=step_of)
 
 
-def find_checkpoint(where: Path) -> Path:
+def passed_over(root: Path) -> dict[Path, str]:
+    """Damaged checkpoints newer than the newest complete one, with the reasons."""
+    complete = complete_checkpoints(root)
+    newest = step_of(complete[-1]) if complete else -1
+    return {path: why for path, why in damaged_checkpoints(root).items() if step_of(path) > newest}
+
+
+def warn_of_passed_over(root: Path) -> None:
+    """Name on stderr every checkpoint that is left out although it is newer than the one in use; rank 0 speaks."""
+    if whole_number("RANK", 0, 0):
+        return
+    for path, why in passed_over(root).items():
+        print(f"warning: checkpoint: {path} is damaged and passed over ({why})", file=sys.stderr, flush=True)
+
+
+def describe_damaged(damaged: Mapping[Path, str]) -> str:
+    """The newest of them in words, how many there are."""
+    path, why = list(damaged.items())[-1]
+    if len(damaged) == 1:
+        return f"{path} is damaged ({why})"
+    return f"all {len(damaged)} checkpoints in {path.parent} are damaged (the newest, {path.name}: {why})"
+
+
+def find_checkpoint(where: Path, *, warn: bool = True) -> Path:
     """A checkpoint folder itself, or the newest complete checkpoint of a run folder or checkpoints folder.
+
+    Args:
+        warn: of damaged ones that are newer, on stderr.
 
     Raises:
         UserError: nothing complete is there.
@@ -138,9 +200,16 @@ def find_checkpoint(where: Path) -> Path:
     for root in (where, where / "checkpoints"):
         found = complete_checkpoints(root)
         if found:
+            if warn:
+                warn_of_passed_over(root)
             return found[-1]
     if not where.exists():
         raise UserError(f"checkpoint: {where} does not exist; give a run folder or a checkpoints/step_* folder")
+    damaged = {**damaged_checkpoints(where), **damaged_checkpoints(where / "checkpoints")}
+    if (where / MARKER).is_file():
+        damaged[where] = damage_of(where)
+    if damaged:
+        raise UserError(f"checkpoint: {describe_damaged(damaged)}; give another run or checkpoints/step_* folder")
     if (where / "config.json").is_file():
         raise UserError(
             f"checkpoint: {where} is a Hugging Face folder; make a checkpoint of it with tools/convert_checkpoint.py "
@@ -158,8 +227,9 @@ def read_manifest(path: Path) -> Manifest:
     Raises:
         UserError: incomplete, unreadable, or written by a newer version.
     """
-    if not is_complete(path):
-        raise UserError(f"checkpoint: {path} is not complete; use another step_* folder of the run")
+    damage = damage_of(path)
+    if damage:
+        raise UserError(f"checkpoint: {path} is not complete ({damage}); use another step_* folder of the run")
     data = json.loads((path / "manifest.json").read_text())
     if data.get("format") != FORMAT:
         raise UserError(f"checkpoint: {path} has format {data.get('format')}, this version reads {FORMAT}; update")

@@ -63,8 +63,11 @@ class Saver:
         background = cfg.checkpoint.asynchronous and world.device.type == "cuda"
         self.queue = AsyncCallsQueue() if background else None
 
-    def save(self, step: int) -> None:
+    def save(self, step: int, *, prune: bool = True) -> None:
         """Save the state after `step` steps; nothing to do when that checkpoint is complete already.
+
+        Args:
+            prune: once it is complete, delete older ones beyond checkpoint.keep.
 
         Raises:
             UserError: the disk is full or the write failed; earlier checkpoints are untouched.
@@ -85,7 +88,7 @@ class Saver:
                 async_sharded_save=self.queue is not None,
                 async_strategy="mcore",
             )
-            done = self._finalizer(step, temporary, final, started)
+            done = self._finalizer(step, temporary, final, started, prune=prune)
             if self.queue is None or request is None:
                 done()
             else:
@@ -151,7 +154,7 @@ class Saver:
             return None
         return f"No space left on device: needs about {needed / 2**20:.0f} MiB, {free / 2**20:.0f} MiB are free"
 
-    def _finalizer(self, step: int, temporary: Path, final: Path, started: float) -> Callable[[], None]:
+    def _finalizer(self, step: int, temporary: Path, final: Path, started: float, *, prune: bool) -> Callable[[], None]:
         manifest = self._manifest(step)
 
         def done() -> None:
@@ -162,7 +165,8 @@ class Saver:
                 except OSError as error:
                     failure[0] = str(error)
                 else:
-                    self._prune()
+                    if prune:
+                        self._prune()
                     self.on_saved(step, final, time.time() - started)
             dist.broadcast_object_list(failure, src=0, group=self.world.control)
             if failure[0]:

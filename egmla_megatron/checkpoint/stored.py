@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from egmla_megatron.errors import UserError
 from egmla_megatron.model.names import canonical_name
 
-__all__ = ["StoredTensor", "StoredWeights"]
+__all__ = ["StoredTensor", "StoredWeights", "Window"]
 
 LAYER = re.compile(r"^decoder\.layers\.(?:(\d+)\.)?(.+)$")
 Index = int | slice
@@ -88,7 +88,7 @@ class StoredTensor:
         try:
             with open(path, "rb") as file:
                 file.seek(place.offset)
-                window = io.BufferedReader(_Window(file, place.offset, place.length))
+                window = io.BufferedReader(Window(file, place.offset, place.length))
                 head = torch.load(window, map_location="meta", weights_only=True)
             # torch notes where in the file a storage lies that it did not read
             start = place.offset + head.untyped_storage()._checkpoint_offset
@@ -103,7 +103,7 @@ class StoredTensor:
         return flat.as_strided(head.shape, head.stride(), head.storage_offset())
 
 
-class _Window(io.RawIOBase):
+class Window(io.RawIOBase):
     """`length` bytes of an open file from `start` on, as a file of its own."""
 
     def __init__(self, file: io.BufferedReader, start: int, length: int):

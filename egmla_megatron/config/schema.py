@@ -185,6 +185,7 @@ class CheckpointConfig:
     # with its step, data position and optimizer (one made by convert_checkpoint.py from-hf: with weights and step);
     # its own newest checkpoint wins
     load: str = ""
+    verify: bool = True  # before loading, read all of a checkpoint once and compare checksums (0.3 s per GB and core)
     asynchronous: bool = True  # write in the background on GPUs (CPU runs always write in the foreground)
 
 
@@ -192,7 +193,7 @@ class CheckpointConfig:
 class LoggingConfig:
     """What is reported where."""
 
-    interval_steps: int = 1  # steps between log lines
+    interval_steps: int = 1  # steps between log lines, in all sinks; bad steps and a start's last always have one
     tensorboard: bool = True
     wandb: Literal["disabled", "offline", "online"] = "offline"
     wandb_project: str = "egmla"

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from egmla_megatron.checkpoint.choose import choose_checkpoint
+from egmla_megatron.checkpoint.choose import choose_checkpoint, warn_of_damaged
 from egmla_megatron.checkpoint.manifest import read_manifest, step_of
 from egmla_megatron.cli import CommandParser
 from egmla_megatron.config.load import load_config
@@ -72,6 +72,7 @@ def _fit(arguments: argparse.Namespace) -> int:
     fit = fit_to_nodes(_config(arguments), nodes, arguments.ranks)
     os.environ.update(LOCAL_WORLD_SIZE=str(arguments.ranks), LOCAL_RANK="0")
     layout, checkpoint = check_everything(fit.cfg, nodes * arguments.ranks)
+    warn_of_damaged(fit.cfg)
     if checkpoint is not None:
         before = read_manifest(checkpoint).layout
         if before["world_size"] != layout.world_size:

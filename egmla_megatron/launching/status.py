@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from egmla_megatron.checkpoint.manifest import complete_checkpoints, step_of
+from egmla_megatron.checkpoint.manifest import complete_checkpoints, damaged_checkpoints, step_of
 from egmla_megatron.config.load import load_config
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.errors import UserError
@@ -58,6 +58,7 @@ def read_status(run_dir: str | Path, now: float | None = None) -> Status:
         "restarts": max(len(launches), len(tail.starts)) - 1 if launches or tail.starts else 0,
         "launches": [asdict(launch) for launch in launches[-5:]],
         "checkpoints": [step_of(path) for path in checkpoints],
+        "damaged_checkpoints": {path.name: why for path, why in damaged_checkpoints(folder / "checkpoints").items()},
         "next_checkpoint": _next_checkpoint(cfg, step, step_s, tail, now),
     }
 
@@ -138,6 +139,8 @@ def format_status(status: Mapping[str, Any], now: float | None = None) -> str:
         lines["skipped"] = f"{status['skipped_steps']} recent steps were not finite"
     kept = ", ".join(str(step) for step in status["checkpoints"]) or "none yet"
     lines["checkpoints"] = f"{kept}; next {_next(status['next_checkpoint'])}"
+    if status["damaged_checkpoints"]:
+        lines["damaged"] = "; ".join(f"{name}: {why}" for name, why in status["damaged_checkpoints"].items())
     lines["restarts"] = str(status["restarts"])
     text = [f"{name:<12} {value}" for name, value in lines.items()]
     return "\n".join(text + [_launch_line(launch) for launch in status["launches"]])

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from egmla_megatron.launching.ledger import Launch, RunTail
+from egmla_megatron.parallel.child_processes import STOP_SIGNALS
 
 __all__ = ["AGAIN", "Verdict", "close_launch", "judge"]
 
@@ -16,7 +17,7 @@ AGAIN = 75  # exit code: start the job again (EX_TEMPFAIL)
 SAME_STEP = 3  # crashes in a row at one step: the next would be the same
 NO_PROGRESS = 6  # ends in a row without a newer checkpoint, wherever they happened
 _KILLED = 128  # exit code of a process that signal n ended: 128 + n
-_RESTARTING = (signal.SIGTERM, signal.SIGUSR1)
+_RESTARTING = tuple(number for number in STOP_SIGNALS if number != signal.SIGINT)
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def judge(launches: Sequence[Launch]) -> Verdict:
     what = f"crashed (exit code {last.code})"
     if last.outcome in ("interrupted", "saved"):
         what = "interrupted before it could save"
-    return Verdict(AGAIN, f"{what} {when}; the newest complete checkpoint is where it goes on")
+    return Verdict(AGAIN, f"{what} {when}; it goes on from the newest complete checkpoint, if there is one")
 
 
 def _stuck(launches: Sequence[Launch]) -> str:

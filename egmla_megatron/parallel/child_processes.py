@@ -8,14 +8,25 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
+from types import FrameType
 
-__all__ = ["STOP_SIGNALS", "deaf_children", "end_with", "kill_children", "stop_with_launcher"]
+__all__ = ["STOP_SIGNALS", "catch_stop_signals", "deaf_children", "end_with", "kill_children", "stop_with_launcher"]
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def catch_stop_signals(handler: Callable[[int, FrameType | None], None]) -> None:
+    """Calls `handler` for every stop signal from now on, except SIGHUP where nohup says to ignore it.
+
+    Called again, it takes back what other libraries have put into its place without Python's knowledge.
+    """
+    for number in STOP_SIGNALS:
+        ignored = number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
+        signal.signal(number, signal.SIG_IGN if ignored else handler)
 
 
 @contextmanager
@@ -28,7 +39,8 @@ def deaf_children() -> Iterator[None]:
     """
     atexit.unregister(_kill_daemons)
     atexit.register(_kill_daemons)  # last in, first out: before multiprocessing waits for them
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])  # the one that the tracker does not ignore
+    unknown = set(STOP_SIGNALS) - {signal.SIGINT, signal.SIGTERM}  # to the tracker, which ignores those two
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, unknown)
     resource_tracker.ensure_running()  # otherwise the first child starts it, which unblocks signals on the way
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:

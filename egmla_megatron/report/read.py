@@ -105,7 +105,11 @@ def read_run(run_dir: str | Path) -> RunMetrics:
     metrics.steps = [steps[step] for step in sorted(steps)]
     metrics.evals = [evals[step] for step in sorted(evals)]
     if not metrics.steps:
-        raise UserError(f"nothing to report in {path}: got no finished step; wait for the run's first step")
+        every = metrics.config.logging.interval_steps
+        raise UserError(
+            f"nothing to report in {path}: got no finished step; wait for the run's first line "
+            f"(logging.interval_steps={every})"
+        )
     return metrics
 
 

@@ -167,7 +167,7 @@ def _device_decides(cfg: RunConfig, *, te: bool) -> bool:
 
 
 def _optimizer_seconds(cfg: RunConfig, layout: Layout, stage: int, card: Card, *, te: bool) -> float:
-    """Of the device: gradients are zeroed, but those of tables that are updated by rows, and the own part is updated."""
+    """Of the device: gradients are zeroed, but for tables that are updated by rows, and the own part is updated."""
     bandwidth, wide = card.memory_gb_per_s * COPY_EFFICIENCY * 1e9, cfg.parallel.grad_element_bytes
     dense, tables = parameters_of_rank(cfg, layout, stage)
     own = _updated_parameters(cfg, layout, stage)

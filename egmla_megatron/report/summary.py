@@ -9,9 +9,25 @@ from dataclasses import dataclass
 
 from egmla_megatron.report.read import Record, RunMetrics
 
-__all__ = ["Spread", "Summary", "finite", "spread", "summarize"]
+__all__ = ["LastLoss", "Spread", "Summary", "finite", "spread", "summarize"]
 
-_LAST = 10  # steps averaged for the final training loss: one batch is noisy
+_LAST = 10  # lines averaged for the final training loss: one batch is noisy
+
+
+@dataclass(frozen=True)
+class LastLoss:
+    """The loss of the newest record, and the newest that was finite; in nats per token."""
+
+    value: float | None  # None: not finite
+    finite: float | None  # None: none ever was
+    finite_step: int | None
+
+    @classmethod
+    def of(cls, records: list[Record], key: str) -> LastLoss:
+        """Of records in their order, at least one."""
+        newest = next((record for record in reversed(records) if _value(record, key) is not None), None)
+        step = newest["step"] if newest else None
+        return cls(_value(records[-1], key), _value(newest, key) if newest else None, step)
 
 
 @dataclass(frozen=True)
@@ -30,10 +46,12 @@ class Summary:
 
     steps: int
     tokens: int
-    first_loss: float
-    last_loss: float
-    mean_last_loss: float  # over the last 10 steps
-    val_loss: float | None
+    first_step: int  # that has a line
+    first_loss: float | None  # of that step; of all losses None: not finite, or not known
+    last_loss: LastLoss
+    mean_last_loss: float | None  # of the finite ones among the last 10 lines
+    last_val_loss: LastLoss | None
+    val_loss: float | None  # of the last evaluation
     val_ppl: float | None
     best_val_loss: float | None
     best_val_step: int | None
@@ -53,8 +71,14 @@ class Summary:
 
 def finite(records: Iterable[Record], key: str) -> list[float]:
     """Returns the finite values of `key`, records without one left out."""
-    values = (record.get(key) for record in records)
-    return [float(value) for value in values if value is not None and math.isfinite(value)]
+    values = (_value(record, key) for record in records)
+    return [value for value in values if value is not None]
+
+
+def _value(record: Record, key: str) -> float | None:
+    """A finite value, or None."""
+    value = record.get(key)
+    return float(value) if value is not None and math.isfinite(value) else None
 
 
 def spread(values: list[float]) -> Spread | None:
@@ -70,7 +94,7 @@ def spread(values: list[float]) -> Spread | None:
 def summarize(metrics: RunMetrics) -> Summary:
     """Computes the summary of a run with at least one step."""
     steady = metrics.steady_steps()
-    losses = finite(metrics.steps, "loss") or [math.nan]
+    losses = finite(metrics.steps[-_LAST:], "loss")
     scored = [record for record in metrics.evals if finite([record], "val_loss")]
     best = min(scored, key=lambda record: record["val_loss"], default=None)
     memory = finite(metrics.steps, "peak_memory_mib")
@@ -79,11 +103,13 @@ def summarize(metrics: RunMetrics) -> Summary:
     return Summary(
         steps=last["step"],
         tokens=int(last.get("tokens", 0)),
-        first_loss=losses[0],
-        last_loss=losses[-1],
-        mean_last_loss=statistics.fmean(losses[-_LAST:]),
-        val_loss=scored[-1]["val_loss"] if scored else None,
-        val_ppl=scored[-1].get("val_ppl") if scored else None,
+        first_step=metrics.steps[0]["step"],
+        first_loss=_value(metrics.steps[0], "loss"),
+        last_loss=LastLoss.of(metrics.steps, "loss"),
+        mean_last_loss=statistics.fmean(losses) if losses else None,
+        last_val_loss=LastLoss.of(metrics.evals, "val_loss") if metrics.evals else None,
+        val_loss=_value(metrics.evals[-1], "val_loss") if metrics.evals else None,
+        val_ppl=_value(metrics.evals[-1], "val_ppl") if metrics.evals else None,
         best_val_loss=best["val_loss"] if best else None,
         best_val_step=best["step"] if best else None,
         skipped=sum(bool(record.get("skipped")) for record in metrics.steps),

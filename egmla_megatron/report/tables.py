@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.model.count import count_parameters, kv_cache_elements_per_token
 from egmla_megatron.report.read import RunMetrics
-from egmla_megatron.report.summary import Spread, Summary
+from egmla_megatron.report.summary import LastLoss, Spread, Summary
 
 __all__ = ["NONE", "configuration", "markdown", "restarts", "results", "throughput"]
 
@@ -52,13 +52,14 @@ def results(summary: Summary) -> str:
     best = NONE
     if summary.best_val_loss is not None:
         best = f"{summary.best_val_loss:.4f} (step {summary.best_val_step})"
+    first = "first step" if summary.first_step == 1 else f"step {summary.first_step:,d}, the first with a line"
     rows = [
         ["steps done", f"{summary.steps:,d}"],
         ["tokens", f"{summary.tokens:,d}"],
-        ["training loss, first step (nats/token)", f"{summary.first_loss:.4f}"],
-        ["training loss, last step (nats/token)", f"{summary.last_loss:.4f}"],
-        ["training loss, mean of the last 10 steps (nats/token)", f"{summary.mean_last_loss:.4f}"],
-        ["validation loss, last (nats/token)", _number(summary.val_loss, ".4f")],
+        [f"training loss, {first} (nats/token)", _loss(summary.first_loss)],
+        ["training loss, last step (nats/token)", _last(summary.last_loss)],
+        ["training loss, mean of the last 10 steps with a line (nats/token)", _loss(summary.mean_last_loss)],
+        ["validation loss, last (nats/token)", NONE if summary.last_val_loss is None else _last(summary.last_val_loss)],
         ["validation perplexity, last", _number(summary.val_ppl, ".2f")],
         ["validation loss, best (nats/token)", best],
         ["skipped steps (NaN or Inf)", str(summary.skipped)],
@@ -122,6 +123,17 @@ def _attention(cfg: RunConfig) -> str:
 def _peak(summary: Summary) -> str:
     where = "" if summary.peak_memory_rank is None else f" (rank {summary.peak_memory_rank})"
     return _number(summary.peak_memory_mib, ",.0f") + where
+
+
+def _loss(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"
+
+
+def _last(loss: LastLoss) -> str:
+    """The last loss; where it is not finite, also the last that was, which must not pass for it."""
+    if loss.value is not None or loss.finite is None:
+        return _loss(loss.value)
+    return f"not finite; at step {loss.finite_step:,d}, the last that was: {loss.finite:.4f}"
 
 
 def _number(value: float | None, form: str) -> str:

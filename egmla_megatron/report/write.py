@@ -48,7 +48,7 @@ def write_comparison(run_dirs: Sequence[str | Path], out: str | Path) -> Path:
     sources = "\n".join(f"- {metrics.name}: `{metrics.run_dir}`" for metrics in runs)
     text = f"# Comparison of {len(runs)} runs\n\n{_warning(runs)}![loss over tokens](comparison.png)\n\n"
     text += f"![loss over time in steps](comparison_time.png)\n\n{comparison(runs)}\n\n"
-    text += "Training loss is the mean of the last 10 steps; tokens/s is the median, with the quartiles of the\n"
+    text += "Training loss is the mean of the last 10 lines; tokens/s is the median, with the quartiles of the\n"
     text += f"n steps without warm-up.\n\n{sources}\n"
     return _write_both(folder / "comparison.md", text, f"Comparison of {len(runs)} runs")
 

@@ -20,6 +20,7 @@ from egmla_megatron.model.count import count_parameters
 from egmla_megatron.parallel.liveness import COMPUTING, PeerWatch
 from egmla_megatron.report.cpu_memory import predict_resident_mib
 from egmla_megatron.report.memory import worst_stage
+from egmla_megatron.train.endings import not_saved, too_many_bad_steps
 from egmla_megatron.train.metrics import Phases, memory_of
 from egmla_megatron.train.profiler import StepProfiler
 from egmla_megatron.train.reporter import Launched, StepReporter
@@ -67,6 +68,8 @@ class Trainer:
         self.profiler = StepProfiler(self.cfg, self.world.rank, self.world.device, self.step, self._on_profiled)
         self.graph = graphed_passes(self.cfg, self.world, run.model)
         self.saved_at = time.monotonic()
+        self.saved_step = self.step  # that the next start would go on from
+        self.save_is_due = False  # put off until a step is good
         self.evaluated_at = -1
         self.saver = Saver(
             self.cfg, self.world, run.built, run.model, run.optimizer, run.datasets.fingerprint, self._on_saved
@@ -89,15 +92,26 @@ class Trainer:
             if signal:
                 break
             if not self.flights:  # the weights are those of `step`
-                if save_now or self._interval(self.cfg.checkpoint.interval_steps):
-                    self._save()
-                self._evaluate_if_due()  # after the save: an evaluation can take longer than a preempted job is given
+                self._between_steps(save_now=save_now, ends=self.step == last)
             with self.phases.of("checkpoint"):
                 self.saver.poll()
         code = self._finish(signal)
         if self.graph is not None:
             self.graph.release()
         return code
+
+    def _between_steps(self, *, save_now: bool, ends: bool) -> None:
+        """Save and evaluate where it is time, in this order: an evaluation can outlast what a preempted job is given.
+
+        No save by interval while steps are bad: it would push out checkpoints from before the trouble. The first good
+        step makes up for it. All ranks have the same results, so they agree.
+        """
+        if ends:
+            self.reporter.finish()
+        self.save_is_due = self.save_is_due or save_now or self._interval(self.cfg.checkpoint.interval_steps)
+        if (self.save_is_due and not self.bad_steps) or (ends and self.cfg.checkpoint.at_end):
+            self._save()
+        self._evaluate_if_due(final=self.step >= self.cfg.total_steps)
 
     def _noted(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The batches, telling the others when this rank waits for its data."""
@@ -135,7 +149,8 @@ class Trainer:
         step = flight.step
         evaluations = self.cfg.train.eval_interval if self.run_.datasets.valid is not None else 0
         intervals = (self.cfg.checkpoint.interval_steps, evaluations)
-        due = self.saver.writing or step == last or any(interval > 0 and step % interval == 0 for interval in intervals)
+        due = self.saver.writing or self.save_is_due or step == last
+        due = due or any(interval > 0 and step % interval == 0 for interval in intervals)
         return 0 if flight.work.finished or due or self.profiler.covers(step) or self.profiler.covers(step + 1) else 1
 
     def _settle(self, leave: int) -> None:
@@ -172,12 +187,7 @@ class Trainer:
         self.has_states = self.has_states or result.applied
         if self.bad_steps >= self.cfg.train.max_bad_steps:
             self.saver.finish()
-            raise UserError(
-                f"training: {self.bad_steps} steps in a row gave no finite gradient (last: step {self.step}, loss "
-                f"{result.loss}, grad_norm {result.grad_norm}), allowed {self.cfg.train.max_bad_steps - 1} "
-                "(train.max_bad_steps); none of them changed the weights. Lower optimizer.lr or check the data, "
-                "then start again from the newest checkpoint"
-            )
+            raise UserError(too_many_bad_steps(self.cfg, self.bad_steps, self.step, result))
 
     def _interval(self, steps: int) -> bool:
         return steps > 0 and self.step % steps == 0
@@ -190,12 +200,13 @@ class Trainer:
         """Whether there was something to save: before the first update the optimizer has no states, and a new start
         is at the same point."""
         self.saved_at = time.monotonic()
+        self.save_is_due = False
         if not self.has_states:
             return False
         self.watch.doing = "saving"
         with self.phases.of("checkpoint"):
-            self.saver.save(self.step)
-        self.saved_at = time.monotonic()
+            self.saver.save(self.step, prune=not self.bad_steps)
+        self.saved_at, self.saved_step = time.monotonic(), self.step
         return True
 
     def _on_saved(self, step: int, path: Path, seconds: float) -> None:
@@ -221,14 +232,15 @@ class Trainer:
         self.sinks.write("eval", event)
 
     def _finish(self, signal: int) -> int:
+        self.reporter.finish()
         saved = bool(signal or self.cfg.checkpoint.at_end) and self._save()
         if signal:
             what = "saved" if saved else "with nothing to save before the first update"
             reason = f"stopped by signal {signal}, {what}; start again to resume"
-        elif self.step < self.cfg.total_steps:
-            reason = "train.exit_after_steps reached"
         else:
-            reason = "done"
+            reason = "done" if self.step >= self.cfg.total_steps else "train.exit_after_steps reached"
+            if self.has_states:
+                reason += not_saved(self.run_.start_step, self.saved_step, self.step, self.cfg.total_steps)
         if not signal:  # after a signal seconds count: save, nothing else
             self._evaluate_if_due(final=self.step >= self.cfg.total_steps)
         with self.phases.of("checkpoint"):

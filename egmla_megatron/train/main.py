@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from egmla_megatron.environment import whole_number
 from egmla_megatron.errors import UserError
 from egmla_megatron.quiet import quiet_libraries
+from egmla_megatron.train.leave import leave_after_profile
 
 __all__ = ["main"]
 
@@ -27,20 +28,26 @@ One process per GPU (or CPU rank) through torchrun; alone it is a run of one ran
 
 
 def _train(arguments: Sequence[str], *, check_only: bool) -> int:
+    from egmla_megatron.checkpoint.choose import warn_of_damaged
     from egmla_megatron.config.load import load_config
     from egmla_megatron.train.preflight import check_everything
+    from egmla_megatron.train.resume import nothing_to_train
 
     cfg = load_config(arguments[0], arguments[1:])
     rank, world_size = whole_number("RANK", 0, 0), whole_number("WORLD_SIZE", 1, 1)
     layout, checkpoint = check_everything(cfg, world_size)
     if check_only:
         if rank == 0:
-            begin = f"resumes {checkpoint}" if checkpoint else "starts from the beginning"
-            print(f"ok: {layout.summary()}; {begin}")
+            warn_of_damaged(cfg)
+            begins = f"resumes {checkpoint}" if checkpoint else "starts from the beginning"
+            print(f"ok: {layout.summary()}; {nothing_to_train(cfg, checkpoint) or begins}")
         return 0
     from egmla_megatron.train.session import train
 
-    return train(cfg, layout)
+    code = train(cfg, layout)
+    if cfg.profile.steps and rank in cfg.profile.ranks:
+        leave_after_profile(code)
+    return code
 
 
 def _report(error: UserError) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,7 @@ class StepReporter:
         self._open: Span | None = None  # of the step that was launched last, until it is done
         self._agreement: StepAgreement | None = None
         self._ids = (0, 0)  # as Launched.ids, since the last line
+        self._unwritten: Callable[[], None] | None = None  # writes the last step, which was not due
 
     def watch(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The same micro-batches, timed and counted."""
@@ -102,13 +103,20 @@ class StepReporter:
         split = launched.measured.split() if launched.measured is not None else None
         self._ids = (self._ids[0] + launched.ids[0], self._ids[1] + launched.ids[1])
         rates = self.throughput.add(self.step_s, profiled=profiled)
+        self._unwritten = lambda: self.sinks.write("step", self._event(step, result, lr, agreed, split) | rates)
         if step % self.cfg.logging.interval_steps == 0 or not result.applied:
-            self.sinks.write("step", self._event(step, result, lr, agreed, split) | rates)
+            self.finish()
             self._busy.clear()
             self._ids = (0, 0)
         if split is not None:
             self._busy.add(split.busy)
         return agreed
+
+    def finish(self) -> None:
+        """Write the last step of a start where that was not done: its loss and time are known otherwise to nobody."""
+        if self._unwritten is not None:
+            self._unwritten()
+            self._unwritten = None
 
     def _event(self, step: int, result: StepResult, lr: float, agreed: Agreed, split: Split | None) -> dict[str, Any]:
         slowest = agreed.slowest_rank

@@ -15,7 +15,7 @@ from egmla_megatron.parallel.liveness import PeerWatch
 from egmla_megatron.parallel.world import close_world, open_world
 from egmla_megatron.report.cpu_memory import resident_mib
 from egmla_megatron.train.loop import Trainer
-from egmla_megatron.train.setup import prepare
+from egmla_megatron.train.setup import claim, prepare
 from egmla_megatron.train.signals import StopRequest
 from egmla_megatron.train.sinks import Sinks, open_sinks
 
@@ -41,10 +41,16 @@ def train(cfg: RunConfig, layout: Layout) -> int:
     )
     sinks: Sinks | None = None
     try:
-        run = prepare(cfg, world)
-        stop = StopRequest()  # not before: until then there is nothing to save, and a signal simply ends the process
-        sinks = open_sinks(cfg, is_first=world.is_first)
-        code = Trainer(run, sinks, stop, watch, process_mib).run()
+        claimed = claim(cfg, world)
+        if claimed.complete:
+            if world.is_first:
+                print(claimed.complete, flush=True)
+            code = 0
+        else:
+            run = prepare(cfg, world, claimed)
+            stop = StopRequest()  # not before: until then nothing is to be saved, and a signal just ends the process
+            sinks = open_sinks(cfg, is_first=world.is_first)
+            code = Trainer(run, sinks, stop, watch, process_mib).run()
     except torch.OutOfMemoryError as error:
         raise UserError(
             f"memory: rank {world.rank} ran out of GPU memory ({str(error).splitlines()[0][:160]}); lower "
@@ -82,7 +88,7 @@ def _explain_lost_peers(error: RuntimeError, watch: PeerWatch) -> None:
         reason = " ".join(str(error).split())[:200]
         print(
             f"error: {names} died at step {watch.step}; the other ranks end too, start again to resume from the newest "
-            f"checkpoint ({type(error).__name__}: {reason})",
+            f"checkpoint, if there is one ({type(error).__name__}: {reason})",
             file=sys.stderr,
             flush=True,
         )

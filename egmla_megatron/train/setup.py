@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from egmla_megatron.attention.gate_ids import GatePlan
-from egmla_megatron.checkpoint.choose import choose_checkpoint
+from egmla_megatron.checkpoint.choose import choose_checkpoint, warn_of_damaged
 from egmla_megatron.checkpoint.load import load_checkpoint
 from egmla_megatron.config.check import Layout
 from egmla_megatron.config.schema import RunConfig
@@ -23,9 +23,19 @@ from egmla_megatron.model.build import BuiltModel, build_model
 from egmla_megatron.parallel.world import World, seed_everything
 from egmla_megatron.train.lock import lock_run_dir
 from egmla_megatron.train.optimizer import build_optimizer, build_schedule, wrap_ddp
+from egmla_megatron.train.resume import nothing_to_train
 from egmla_megatron.train.run_dir import write_config
 
-__all__ = ["Prepared", "data_share", "device_name", "prepare", "training_batches", "validation_batches"]
+__all__ = [
+    "Claim",
+    "Prepared",
+    "claim",
+    "data_share",
+    "device_name",
+    "prepare",
+    "training_batches",
+    "validation_batches",
+]
 
 
 @dataclass(frozen=True)
@@ -45,14 +55,35 @@ class Prepared:
     lock: IO[str] | None = None  # on rank 0: holds the run folder as long as it is open
 
 
-def prepare(cfg: RunConfig, world: World) -> Prepared:
+@dataclass(frozen=True)
+class Claim:
+    """A run folder that is this job's own."""
+
+    lock: IO[str] | None  # on rank 0: holds the folder as long as it is open
+    checkpoint: Path | None  # to start from, None: from the beginning
+    complete: str  # empty, or in words why there is nothing to train
+
+
+def claim(cfg: RunConfig, world: World) -> Claim:
+    """Make the run folder this job's own, choose its checkpoint. Called by every rank, which all get rank 0's answer:
+    another rank may not see a fresh folder or line on a shared disk yet.
+
+    Raises:
+        UserError: on every rank; another job is there, or no checkpoint can be used.
+    """
+    mine = together(world, lambda: _claim(cfg) if world.is_first else Claim(None, None, ""))
+    answer: list[Any] = [mine.checkpoint, mine.complete]
+    dist.broadcast_object_list(answer, src=0, group=world.control)
+    return Claim(mine.lock, *answer)
+
+
+def prepare(cfg: RunConfig, world: World, claimed: Claim) -> Prepared:
     """Build the run on this rank and load its checkpoint. Called by every rank.
 
     Raises:
         UserError: on every rank, where one of them cannot go on.
     """
-    lock, choice = together(world, lambda: _claim(cfg) if world.is_first else (None, None))
-    checkpoint = _same_checkpoint(choice, world)
+    checkpoint = claimed.checkpoint
     seed_everything(cfg.run.seed, world)
     datasets = _datasets(cfg, world.layout)
     built = build_model(cfg, world)
@@ -75,7 +106,7 @@ def prepare(cfg: RunConfig, world: World) -> Prepared:
         start_step=start,
         resumed_from=str(checkpoint or ""),
         optimizer_has_states=has_states,
-        lock=lock,
+        lock=claimed.lock,
     )
 
 
@@ -100,15 +131,17 @@ def together[T](world: World, action: Callable[[], T]) -> T:
     return cast(T, result)
 
 
-def _claim(cfg: RunConfig) -> tuple[IO[str], Path | None]:
-    """Make the run folder this job's own, and recognisable as a run's; (its lock, the checkpoint to start from).
+def _claim(cfg: RunConfig) -> Claim:
+    """Make the run folder this job's own, and recognisable as a run's.
 
     The checkpoint is chosen behind the lock: a job that just ended there may have saved since the start's checks.
     """
     path = Path(cfg.run.dir)
     if not (path / "config.yaml").is_file():
         write_config(cfg)
-    return lock_run_dir(path), choose_checkpoint(cfg)
+    lock, checkpoint = lock_run_dir(path), choose_checkpoint(cfg)
+    warn_of_damaged(cfg)
+    return Claim(lock, checkpoint, nothing_to_train(cfg, checkpoint))
 
 
 def _datasets(cfg: RunConfig, layout: Layout) -> Datasets:
@@ -116,13 +149,6 @@ def _datasets(cfg: RunConfig, layout: Layout) -> Datasets:
     if datasets.valid is not None:
         validation_samples(cfg, layout, len(datasets.valid))  # now, not after days of training
     return datasets
-
-
-def _same_checkpoint(mine: Path | None, world: World) -> Path | None:
-    """Rank 0's choice: another rank may not see a fresh folder on a shared disk yet."""
-    choice: list[Any] = [mine]
-    dist.broadcast_object_list(choice, src=0, group=world.control)
-    return choice[0]
 
 
 def data_share(cfg: RunConfig, world: World) -> DataShare:

@@ -6,7 +6,7 @@ import signal
 import time
 from types import FrameType
 
-from egmla_megatron.parallel.child_processes import STOP_SIGNALS
+from egmla_megatron.parallel.child_processes import catch_stop_signals
 
 __all__ = ["StopRequest"]
 
@@ -16,8 +16,9 @@ ONE_SIGNAL_S = 2.0  # Slurm signals the launcher and the ranks, and the launcher
 class StopRequest:
     """Remembers the first stop signal; a second Ctrl-C, some time after the first, interrupts at once.
 
-    SIGUSR1 is what `sbatch --signal=USR1@120` sends before the time limit, SIGTERM what preemption and
-    torchrun send, SIGINT is Ctrl-C. torchrun and srun forward none of them unless a process handles them.
+    SIGUSR1 is what `sbatch --signal=USR1@120` sends before the time limit, SIGTERM what preemption and torchrun send,
+    SIGINT is Ctrl-C, SIGQUIT Ctrl-\\, SIGHUP a terminal that is closed (nohup: ignored). torchrun and srun forward none
+    of them unless a process handles them.
     """
 
     def __init__(self) -> None:
@@ -28,8 +29,7 @@ class StopRequest:
     def catch(self) -> None:
         """Takes the signals, before every step: LLVM, which compiles Triton's kernels in the first, puts handlers of
         its own into their place without a word."""
-        for number in STOP_SIGNALS:
-            signal.signal(number, self._note)
+        catch_stop_signals(self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if not self.received:

@@ -106,6 +106,7 @@ class Console:
         phases = ("training", "warmup", "evaluation", "checkpoint", "profile", "total")
         return (
             f"end      step {e['step']}: {e['reason']}"
+            + (f"; skipped_steps {e['skipped_steps']}, not finite" if e["skipped_steps"] else "")
             + (f"; tokens_per_second {rate:,.0f}" if rate else "")
             + "; "
             + ", ".join(f"{name} {e[f'{name}_s']:.1f} s" for name in phases if e[f"{name}_s"])

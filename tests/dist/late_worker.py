@@ -1,7 +1,7 @@
 """The trainer whose steps seem to go on when they were launched, as on a GPU where the device decides updates.
 
 late_worker.py CONFIG [section.key=value ...]. LATE_STOP_AT: the launch in which the process gets SIGTERM. LATE_WRITING:
-a checkpoint seems to be written all the time. Prints the most steps that were under way at once.
+a checkpoint seems to be written all the time. LATE_BAD: launches whose gradients seem to be not finite. Prints the most steps that were under way at once.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from dataclasses import replace
 from typing import Any
 
 if __name__ == "__main__":
@@ -21,6 +22,7 @@ if __name__ == "__main__":
 
     launch_step = loop.launch_step
     stop_at, writing = int(os.environ.get("LATE_STOP_AT", "0")), "LATE_WRITING" in os.environ
+    bad = [int(number) for number in os.environ.get("LATE_BAD", "").split()]
     launched, open_at_once = 0, [0]
 
     class Late:
@@ -29,12 +31,13 @@ if __name__ == "__main__":
         finished = False
 
         def __init__(self, work: StepInFlight) -> None:
-            self.work = work
+            self.work, self.number = work, launched
             open_at_once.append(open_at_once[-1] + 1)
 
         def result(self) -> StepResult:
             open_at_once.append(open_at_once[-1] - 1)
-            return self.work.result()
+            result = self.work.result()
+            return replace(result, applied=False) if self.number in bad else result
 
     def launch_late(*args: Any, **kwargs: Any) -> Late:
         global launched

@@ -144,6 +144,8 @@ def test_steps_that_are_not_finite_are_skipped_then_stop_the_run(tmp_path: Path,
     skipped = [event["step"] for event in events(run, "step") if event["skipped"]]
     assert len(skipped) == 3 and skipped == list(range(skipped[0], skipped[0] + 3))
     assert events(run, "end") == []
+    assert checkpoints(run)[-1] == skipped[0] - 1 and f"goes on from step_{skipped[0] - 1:08d}" in errors[0]
+    start_trainer(1, tmp_path / "again.log", config, *overrides, "train.exit_after_steps=2").succeed()
     before, after = (weights(run, step) for step in checkpoints(run)[-2:])
     assert all(first.equal(second) for first, second in zip(before, after, strict=True))
 
@@ -152,6 +154,28 @@ def weights(run: Path, step: int) -> list[Any]:
     from egmla_megatron.checkpoint.load import read_full_weights
 
     return list(read_full_weights(run / f"checkpoints/step_{step:08d}")[0].values())
+
+
+def test_damaged_checkpoints_are_named_and_never_begun_anew_over(tmp_path: Path, trained: Path) -> None:
+    """A changed byte of the newest, five bytes less of it, five bytes less of the other, too."""
+    config, run = continued(tmp_path, trained)
+    newest, older = (run / f"checkpoints/step_{step:08d}" for step in (4, 2))
+    data = next(newest.glob("*.distcp"))
+    content = bytearray(data.read_bytes())
+    content[content.index(b"PK\x07\x08") - 5] ^= 1  # before the record that follows the contents of an entry
+    data.write_bytes(content)
+    job = start_trainer(1, tmp_path / "changed.log", config, "train.steps=5")
+    assert job.wait() == 2 and f"step_00000004 is damaged ({data.name}: 1 files with 1 pieces" in job.output
+    os.truncate(data, len(content) - 5)
+    job = start_trainer(1, tmp_path / "newest.log", config, "train.steps=3", "checkpoint.at_end=false")
+    warning = f"warning: checkpoint: {newest} is damaged and passed over ({data.name} has"
+    assert job.succeed().count(warning) == 1 and "start    step 2 of 3, resuming" in job.output
+    other = next(older.glob("*.distcp"))
+    os.truncate(other, other.stat().st_size - 5)
+    job = start_trainer(1, tmp_path / "both.log", config, "train.steps=5")
+    assert job.wait() == 2 and len(error_lines(job.output)) == 1
+    assert "all 2 checkpoints in" in error_lines(job.output)[0] and "start    step" not in job.output
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [older.name, newest.name]
 
 
 def test_disk_that_fills_up_loses_nothing(tmp_path: Path, trained: Path) -> None:

@@ -1,7 +1,8 @@
-"""Steps that are launched before the one before them is done, on a CPU: the same run, its times, a stop signal."""
+"""Steps that are launched before the one before them is done, on a CPU: the same run, its times, signals, bad steps."""
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 from typing import Any
@@ -78,3 +79,26 @@ def test_a_signal_saves_the_step_that_is_under_way(tmp_path: Path) -> None:
 def test_none_is_under_way_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     config, _ = write_run(tmp_path, "run", **SECTIONS)
     assert "at once 1\n" in start_late(tmp_path / "log", config, LATE_WRITING="1").succeed()
+
+
+def test_no_checkpoint_of_bad_steps_pushes_good_ones_out(tmp_path: Path) -> None:
+    """The save that was due in a bad step is made behind the first good one; the last one deletes nothing."""
+    checkpoint = {"interval_steps": 2, "keep": 2}
+    config, run = write_run(tmp_path, "run", **{**SECTIONS, "checkpoint": checkpoint})
+    output = start_late(tmp_path / "log", config, LATE_BAD="4 5 6 9").succeed()
+    assert numbers(run, "checkpoint", "step") == [(2,), (7,), (8,), (9,)]
+    assert sorted(path.name[-1] for path in (run / "checkpoints").iterdir()) == ["7", "8", "9"]
+    assert numbers(run, "end", "skipped_steps") == [(4,)] and "skipped_steps 4, not finite" in output
+
+
+def test_the_last_step_of_a_start_always_has_a_line(tmp_path: Path) -> None:
+    """Steps are logged seldom. At the last one, too, the checkpoint comes before the evaluation."""
+    config, run = write_run(tmp_path, "run", **SECTIONS, logging={"interval_steps": 4})
+    job = start_late(tmp_path / "log", config, LATE_STOP_AT="6")
+    assert job.wait() == 128 + signal.SIGTERM, job.output
+    assert numbers(run, "step", "step") == [(4,), (6,)]
+    start_trainer(1, tmp_path / "again.log", config).succeed()
+    assert numbers(run, "step", "step") == [(4,), (6,), (8,), (9,)]
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    second = [(line["kind"], line["step"]) for line in lines][-6:]
+    assert second == [("step", 8), ("checkpoint", 8), ("step", 9), ("checkpoint", 9), ("eval", 9), ("end", 9)]

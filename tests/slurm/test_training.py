@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -106,3 +107,18 @@ def test_dead_nodes_and_fewer_of_them(cluster: Cluster, tmp_path: Path, referenc
     for step, values in got.items():
         assert values[0] == pytest.approx(expected[step][0], rel=1e-6), f"step {step}"
         assert values[1] == pytest.approx(expected[step][1], rel=3e-5), f"step {step}"
+
+
+def test_a_preemption_while_the_ranks_start_is_no_crash(cluster: Cluster, tmp_path: Path) -> None:
+    """SIGTERM to every process of the step and none to the script: the step's exit code alone tells."""
+    site = tmp_path / "site.sh"
+    site.write_text("SITE_PREFLIGHT=off\n")
+    arguments, run = tiny_settings(tmp_path, "run", train={"steps": 4})
+    job = submit(cluster, tmp_path, run, arguments, options=["--nodes=2"], EGMLA_SITE=str(site))
+    job.wait_for(lambda: job.launches and job.pids("node1", "-u -m egmla_megatron.train"), "the start of a rank")
+    cluster.call("scancel", "--signal=TERM", job.number)
+    job.wait_for(lambda: "interrupted before it could save at step 0" in job.output, "the requeue")
+    assert job.wait_for_end() == "COMPLETED", job.output
+    outcomes = [(launch.outcome, launch.code) for launch in job.launches]
+    assert outcomes == [("interrupted", 128 + signal.SIGTERM), ("done", 0)], job.output
+    assert "error: rank" not in job.output

@@ -78,6 +78,8 @@ def tail(**kinds: Any) -> RunTail:
         (130, 0, signal.SIGINT, False, "stopped", 130),
         (138, signal.SIGUSR1, 0, False, "interrupted", AGAIN),
         (143, 0, 0, False, "interrupted", AGAIN),
+        (129, 0, 0, False, "interrupted", AGAIN),  # SIGHUP
+        (129, signal.SIGHUP, signal.SIGUSR1, False, "saved", AGAIN),  # to the script, which passes USR1 on
         (1, signal.SIGTERM, 0, False, "crash", AGAIN),  # Slurm ends a job that has lost a node
         (2, 0, 0, False, "mistake", 2),
         (2, 0, 0, True, "crash", AGAIN),  # a node failed its check on a restart
@@ -279,4 +281,6 @@ def test_the_status_of_a_run(tmp_path: Path) -> None:
     assert read_tail(tmp_path).steps[-1]["step"] == 25
     (tmp_path / "metrics.jsonl").unlink()
     waiting = format_status(read_status(tmp_path, now), now)
-    assert "starting" in waiting and "no step yet" in waiting and "none yet" in waiting
+    assert "starting" in waiting and "no step yet" in waiting and "none yet" in waiting and "damaged" not in waiting
+    (tmp_path / "checkpoints/step_00000020").mkdir(parents=True)
+    assert "damaged      step_00000020: COMPLETE is missing" in format_status(read_status(tmp_path, now), now)

@@ -170,7 +170,8 @@ def test_a_torn_line_is_counted_and_left_out(tmp_path: Path, tail: str) -> None:
 def test_summary(tmp_path: Path) -> None:
     summary = summarize(read_run(_run(tmp_path, _interrupted())))
     assert (summary.steps, summary.tokens) == (20, 20 * _TOKENS)
-    assert (summary.first_loss, summary.last_loss) == (8.9, 7.0)
+    assert (summary.first_step, summary.first_loss) == (1, 8.9)
+    assert (summary.last_loss.value, summary.last_loss.finite, summary.last_loss.finite_step) == (7.0, 7.0, 20)
     assert summary.mean_last_loss == pytest.approx(7.45)
     assert (summary.val_loss, summary.best_val_loss, summary.best_val_step) == (7.75, 7.5, 16)
     assert summary.training_time_s == pytest.approx(10.0)
@@ -186,7 +187,21 @@ def test_skipped_steps_with_nan_are_counted_and_not_averaged(tmp_path: Path) -> 
     summary = summarize(read_run(run_dir))
     assert summary.skipped == 1
     assert summary.mean_last_loss == 4.5
-    assert "skipped steps (NaN or Inf) | 1" in write_report(run_dir).read_text()
+    text = write_report(run_dir).read_text()
+    assert "skipped steps (NaN or Inf) | 1" in text and "training loss, last step (nats/token) | 4.0000 |" in text
+
+
+def test_the_last_finite_loss_does_not_pass_for_the_last(tmp_path: Path) -> None:
+    evaluated = [{"kind": "eval", "step": step, "val_loss": loss} for step, loss in ((5, 6.5), (20, None))]
+    steps = [_step(5, math.nan, skipped=True), _step(10, 5.0), *(_step(step, math.nan) for step in range(11, 21))]
+    run_dir = _run(tmp_path, [_start(0, None), *steps, *evaluated])
+    summary = summarize(read_run(run_dir))
+    assert (summary.last_loss.value, summary.mean_last_loss, summary.val_loss) == (None, None, None)
+    text = write_report(run_dir).read_text()
+    assert "training loss, step 5, the first with a line (nats/token) | not finite |" in text
+    assert "last step (nats/token) | not finite; at step 10, the last that was: 5.0000 |" in text
+    assert "mean of the last 10 steps with a line (nats/token) | not finite |" in text
+    assert "validation loss, last (nats/token) | not finite; at step 5, the last that was: 6.5000 |" in text
 
 
 def test_spread() -> None:

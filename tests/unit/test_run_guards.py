@@ -18,6 +18,7 @@ from torch.distributed.checkpoint import CheckpointException
 from egmla_megatron.checkpoint.failures import raise_unless_disk
 from egmla_megatron.checkpoint.manifest import prune
 from egmla_megatron.errors import UserError
+from egmla_megatron.parallel.child_processes import STOP_SIGNALS
 from egmla_megatron.train import signals
 from egmla_megatron.train.lock import lock_run_dir
 from egmla_megatron.train.setup import together
@@ -166,7 +167,7 @@ def test_an_uncaught_error_ends_a_rank_although_its_workers_hear_no_signal() -> 
 def test_a_signal_that_comes_twice_at_once_is_one_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    before = {number: signal.getsignal(number) for number in signals.STOP_SIGNALS}
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
         stop = signals.StopRequest()
         for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):

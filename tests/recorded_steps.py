@@ -62,6 +62,7 @@ def recorded_steps(root: Path) -> Iterator[RecordedStep]:
     yield from _sharding(read("sharding_two_gpus"))
     yield from _one_gpu(read("speed_one_gpu"), present=False)
     yield from _one_gpu(read("speed_device_adam"), present=True)
+    yield from _one_gpu(read("speed_table_rows"), present=True)
 
 
 def _first_runs(record: Any) -> Iterator[RecordedStep]:

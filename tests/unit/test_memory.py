@@ -102,8 +102,9 @@ def test_one_gpu(root: Path) -> None:
             _close(predicted, row["peak_mib"], f"{title} {row['variant']}")
 
 
-def test_one_gpu_without_a_copy_of_the_logits(root: Path) -> None:
-    measured = _records(root, "speed_device_adam")["bench_train"]
+@pytest.mark.parametrize("name", ["speed_device_adam", "speed_table_rows"])
+def test_one_gpu_without_a_copy_of_the_logits(root: Path, name: str) -> None:
+    measured = _records(root, name)["bench_train"]
     for title, rows in measured.items():
         for row in rows:
             graph = ["train.cuda_graph=true", *row["settings"]]

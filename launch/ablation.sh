@@ -32,7 +32,10 @@ case "$model" in
     *large*) rate=2.5e-4 ;;
     *) rate=6e-4 ;;
 esac
+graph=auto
+case "$model" in *mha*) graph=false ;; esac # never captured
 name="$(basename "$model" .yaml)"
 egmla_train "$model" run.name="$name" run.dir="runs/$name" optimizer.lr="$rate" parallel.gate_group=8 \
+    train.cuda_graph="$graph" \
     'data.train=[data/climbmix]' 'data.valid=[data/climbmix_val]' data.tokenizer=data/gpt2 \
     parallel.overlap_grad_reduce=true parallel.overlap_param_gather=true "${@:2}"

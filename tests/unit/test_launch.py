@@ -69,8 +69,8 @@ def test_nohup_is_respected_and_a_background_job_hears_the_rest(ignored: tuple[s
     """A shell starts a background job with SIGINT and SIGQUIT ignored, nohup a command with SIGHUP."""
 
     def ignore() -> None:
-        for number in ignored:
-            signal.signal(number, signal.SIG_IGN)
+        for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):  # the tests' own shell may ignore some
+            signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
 
     done = subprocess.run(
         [sys.executable, "-c", CAUGHT], capture_output=True, text=True, preexec_fn=ignore, env=os.environ, check=True

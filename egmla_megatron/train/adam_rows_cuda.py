@@ -53,6 +53,23 @@ def _advance(
 
 
 @triton.jit
+def _complete(
+    row, count_ptr, done_ptr, history_ptr, weight_ptr, mean_ptr, square_ptr, master_ptr, beta1, beta2, eps,
+    COLUMNS: tl.constexpr, WEIGHT: tl.constexpr, SWEEP: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    count, done = tl.load(count_ptr), tl.load(done_ptr + row)
+    if done < count:
+        for start in range(0, COLUMNS, BLOCK):
+            place = start + tl.arange(0, BLOCK)
+            _advance(
+                history_ptr, weight_ptr, mean_ptr, square_ptr, master_ptr, weight_ptr, history_ptr,
+                row * COLUMNS + place, place < COLUMNS, done + 1, count, 0.0, beta1, beta2, eps, 0.0,
+                GRAD=False, WEIGHT=WEIGHT, SWEEP=SWEEP, MASKED=MASKED,
+            )  # fmt: skip
+        tl.store(done_ptr + row, count)
+
+
+@triton.jit
 def _catch_up(
     ids_ptr, count_ptr, done_ptr, read_ptr, history_ptr, weight_ptr, mean_ptr, square_ptr, master_ptr,
     beta1, beta2, eps,
@@ -60,16 +77,21 @@ def _catch_up(
 ):  # fmt: skip
     row = tl.load(ids_ptr + tl.program_id(0))
     if tl.atomic_xchg(read_ptr + row, 1) == 0:  # else another program or an earlier look-up of the step has it
-        count, done = tl.load(count_ptr), tl.load(done_ptr + row)
-        if done < count:
-            for start in range(0, COLUMNS, BLOCK):
-                place = start + tl.arange(0, BLOCK)
-                _advance(
-                    history_ptr, weight_ptr, mean_ptr, square_ptr, master_ptr, weight_ptr, count_ptr,
-                    row * COLUMNS + place, place < COLUMNS, done + 1, count, 0.0, beta1, beta2, eps, 0.0,
-                    GRAD=False, WEIGHT=WEIGHT, SWEEP=SWEEP, MASKED=MASKED,
-                )  # fmt: skip
-            tl.store(done_ptr + row, count)
+        _complete(
+            row, count_ptr, done_ptr, history_ptr, weight_ptr, mean_ptr, square_ptr, master_ptr, beta1, beta2, eps,
+            COLUMNS=COLUMNS, WEIGHT=WEIGHT, SWEEP=SWEEP, MASKED=MASKED, BLOCK=BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit
+def _advance_all(
+    count_ptr, done_ptr, history_ptr, weight_ptr, mean_ptr, square_ptr, master_ptr, beta1, beta2, eps,
+    COLUMNS: tl.constexpr, WEIGHT: tl.constexpr, SWEEP: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    _complete(
+        tl.program_id(0).to(tl.int64), count_ptr, done_ptr, history_ptr, weight_ptr, mean_ptr, square_ptr, master_ptr,
+        beta1, beta2, eps, COLUMNS=COLUMNS, WEIGHT=WEIGHT, SWEEP=SWEEP, MASKED=MASKED, BLOCK=BLOCK,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -78,26 +100,27 @@ def _update_row(
     lr, beta1, beta2, eps, decay,
     COLUMNS: tl.constexpr, WEIGHT: tl.constexpr, SWEEP: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    applied = tl.load(plan_ptr + 3) > 0.0
-    count, done = tl.load(count_ptr), tl.load(done_ptr + row)
-    for start in range(0, COLUMNS, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        mask, at = place < COLUMNS, row * COLUMNS + place
-        if applied:  # a row that was not read has zeros for a gradient
+    if tl.load(plan_ptr + 3) > 0.0:
+        count, done = tl.load(count_ptr), tl.load(done_ptr + row)
+        for start in range(0, COLUMNS, BLOCK):
+            place = start + tl.arange(0, BLOCK)
+            # a row that was not read has zeros for a gradient
             _advance(
-                history_ptr, weight_ptr, mean_ptr, square_ptr, master_ptr, grad_ptr, plan_ptr, at, mask,
-                done + 1, count - 1, lr, beta1, beta2, eps, decay,
+                history_ptr, weight_ptr, mean_ptr, square_ptr, master_ptr, grad_ptr, plan_ptr,
+                row * COLUMNS + place, place < COLUMNS, done + 1, count - 1, lr, beta1, beta2, eps, decay,
                 GRAD=True, WEIGHT=WEIGHT, SWEEP=SWEEP, MASKED=MASKED,
             )  # fmt: skip
-        elif done < count:
-            _advance(
-                history_ptr, weight_ptr, mean_ptr, square_ptr, master_ptr, grad_ptr, plan_ptr, at, mask,
-                done + 1, count, lr, beta1, beta2, eps, decay,
-                GRAD=False, WEIGHT=WEIGHT, SWEEP=SWEEP, MASKED=MASKED,
-            )  # fmt: skip
-        if was_read:
-            write(grad_ptr + at, tl.zeros((BLOCK,), grad_ptr.dtype.element_ty), mask, MASKED)
-    tl.store(done_ptr + row, count)
+        tl.store(done_ptr + row, count)
+    else:
+        _complete(
+            row, count_ptr, done_ptr, history_ptr, weight_ptr, mean_ptr, square_ptr, master_ptr, beta1, beta2, eps,
+            COLUMNS=COLUMNS, WEIGHT=WEIGHT, SWEEP=SWEEP, MASKED=MASKED, BLOCK=BLOCK,
+        )  # fmt: skip
+    if was_read:
+        for start in range(0, COLUMNS, BLOCK):
+            place = start + tl.arange(0, BLOCK)
+            zeros = tl.zeros((BLOCK,), grad_ptr.dtype.element_ty)
+            write(grad_ptr + row * COLUMNS + place, zeros, place < COLUMNS, MASKED)
 
 
 @triton.jit(do_not_specialize=["phase"])
@@ -123,24 +146,6 @@ def _update_rows(
                     COLUMNS=COLUMNS, WEIGHT=WEIGHT, SWEEP=SWEEP, MASKED=MASKED, BLOCK=BLOCK,
                 )  # fmt: skip
                 tl.store(read_ptr + row, 0)
-
-
-@triton.jit
-def _advance_all(
-    count_ptr, done_ptr, history_ptr, weight_ptr, mean_ptr, square_ptr, master_ptr, beta1, beta2, eps,
-    COLUMNS: tl.constexpr, WEIGHT: tl.constexpr, SWEEP: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    count, done = tl.load(count_ptr), tl.load(done_ptr + row)
-    if done < count:
-        for start in range(0, COLUMNS, BLOCK):
-            place = start + tl.arange(0, BLOCK)
-            _advance(
-                history_ptr, weight_ptr, mean_ptr, square_ptr, master_ptr, weight_ptr, count_ptr,
-                row * COLUMNS + place, place < COLUMNS, done + 1, count, 0.0, beta1, beta2, eps, 0.0,
-                GRAD=False, WEIGHT=WEIGHT, SWEEP=SWEEP, MASKED=MASKED,
-            )  # fmt: skip
-        tl.store(done_ptr + row, count)
 
 
 @triton.jit

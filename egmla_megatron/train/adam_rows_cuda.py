@@ -28,11 +28,11 @@ MOST = 1024  # columns at once
 
 @triton.jit
 def _advance(
-    history_ptr, weight_ptr, mean_ptr, square_ptr, master_ptr, grad_ptr, plan_ptr, place, mask, first, last,
+    history_ptr, weight_ptr, mean_ptr, square_ptr, master_ptr, grad_ptr, plan_ptr, place, mask, first, last, was_read,
     lr, beta1, beta2, eps, decay,
-    GRAD: tl.constexpr, WEIGHT: tl.constexpr, SWEEP: tl.constexpr, MASKED: tl.constexpr,
+    PLANNED: tl.constexpr, WEIGHT: tl.constexpr, SWEEP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    # updates first to last without gradient; with GRAD one more, with it
+    # updates first to last without gradient; with PLANNED one more, with the gradient of a row that was read
     mean, square = read(mean_ptr + place, mask, MASKED), read(square_ptr + place, mask, MASKED)
     master = read(master_ptr + place, mask, MASKED)
     update = first
@@ -42,9 +42,11 @@ def _advance(
             0.0, mean, square, master, beta1, beta2, eps, tl.load(slot), tl.load(slot + 1), tl.load(slot + 2)
         )
         update += 1
-    if GRAD:
+    if PLANNED:
         factor, rate, inverse2 = tl.load(plan_ptr), lr / tl.load(plan_ptr + 1), 1.0 / tl.load(plan_ptr + 2)
-        grad = read(grad_ptr + place, mask, MASKED).to(tl.float32) * factor
+        grad = tl.zeros_like(mean)
+        if was_read:
+            grad = read(grad_ptr + place, mask, MASKED).to(tl.float32) * factor
         mean, square, master = updated(grad, mean, square, master, beta1, beta2, eps, rate, inverse2, lr * decay)
     write(mean_ptr + place, mean, mask, MASKED)
     write(square_ptr + place, square, mask, MASKED)
@@ -63,19 +65,21 @@ def _complete(
             place = start + tl.arange(0, BLOCK)
             _advance(
                 history_ptr, weight_ptr, mean_ptr, square_ptr, master_ptr, weight_ptr, history_ptr,
-                row * COLUMNS + place, place < COLUMNS, done + 1, count, 0.0, beta1, beta2, eps, 0.0,
-                GRAD=False, WEIGHT=WEIGHT, SWEEP=SWEEP, MASKED=MASKED,
+                row * COLUMNS + place, place < COLUMNS, done + 1, count, False,
+                0.0, beta1, beta2, eps, 0.0, PLANNED=False, WEIGHT=WEIGHT, SWEEP=SWEEP, MASKED=MASKED,
             )  # fmt: skip
+        tl.debug_barrier()  # all threads have read it
         tl.store(done_ptr + row, count)
 
 
 @triton.jit
 def _catch_up(
-    ids_ptr, count_ptr, done_ptr, read_ptr, history_ptr, weight_ptr, mean_ptr, square_ptr, master_ptr,
+    ids_ptr, count_ptr, done_ptr, read_ptr, history_ptr, weight_ptr, mean_ptr, square_ptr, master_ptr, rows,
     beta1, beta2, eps,
     COLUMNS: tl.constexpr, WEIGHT: tl.constexpr, SWEEP: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.load(ids_ptr + tl.program_id(0))
+    row = tl.load(ids_ptr + tl.program_id(0)).to(tl.int64)
+    row = tl.minimum(tl.maximum(row, 0), rows - 1)  # the look-up itself refuses others
     if tl.atomic_xchg(read_ptr + row, 1) == 0:  # else another program or an earlier look-up of the step has it
         _complete(
             row, count_ptr, done_ptr, history_ptr, weight_ptr, mean_ptr, square_ptr, master_ptr, beta1, beta2, eps,
@@ -104,12 +108,12 @@ def _update_row(
         count, done = tl.load(count_ptr), tl.load(done_ptr + row)
         for start in range(0, COLUMNS, BLOCK):
             place = start + tl.arange(0, BLOCK)
-            # a row that was not read has zeros for a gradient
             _advance(
                 history_ptr, weight_ptr, mean_ptr, square_ptr, master_ptr, grad_ptr, plan_ptr,
-                row * COLUMNS + place, place < COLUMNS, done + 1, count - 1, lr, beta1, beta2, eps, decay,
-                GRAD=True, WEIGHT=WEIGHT, SWEEP=SWEEP, MASKED=MASKED,
+                row * COLUMNS + place, place < COLUMNS, done + 1, count - 1, was_read,
+                lr, beta1, beta2, eps, decay, PLANNED=True, WEIGHT=WEIGHT, SWEEP=SWEEP, MASKED=MASKED,
             )  # fmt: skip
+        tl.debug_barrier()  # all threads have read it
         tl.store(done_ptr + row, count)
     else:
         _complete(
@@ -145,6 +149,7 @@ def _update_rows(
                     square_ptr, master_ptr, lr, beta1, beta2, eps, decay,
                     COLUMNS=COLUMNS, WEIGHT=WEIGHT, SWEEP=SWEEP, MASKED=MASKED, BLOCK=BLOCK,
                 )  # fmt: skip
+                tl.debug_barrier()
                 tl.store(read_ptr + row, 0)
 
 
@@ -205,9 +210,9 @@ def catch_up(
         count_1: updates so far, int64.
     """
     _, weight, mean, square, master = tensors
-    columns = weight.shape[1]
+    size, columns = weight.shape
     _catch_up[(len(ids_R),)](
-        ids_R, count_1, rows.done_V, rows.read_V, rows.history_H3, weight, mean, square, master,
+        ids_R, count_1, rows.done_V, rows.read_V, rows.history_H3, weight, mean, square, master, size,
         *map(float, betas), float(eps), WEIGHT=_KINDS[weight.dtype], SWEEP=rows.sweep, **_columns(columns),
     )  # fmt: skip
 

@@ -41,9 +41,12 @@ class DeferredRows:
         self.optimizer, self.parameter, self.weight_VLC = optimizer, parameter, weight_VLC
         self.rows = Rows.of(len(weight_VLC), weight_VLC.device, sweep or SWEEP)
         self.steps = 0  # launched since the start
-        self.group = next(
-            group for group in optimizer.param_groups if any(each is parameter for each in group["params"])
-        )
+
+    @property
+    def group(self) -> dict[str, Any]:
+        """The parameter group of the table, another one after a state was loaded."""
+        groups = self.optimizer.param_groups
+        return next(group for group in groups if any(each is self.parameter for each in group["params"]))
 
     def before_look_up(self, ids_R: Tensor) -> None:
         """Bring the rows `ids_R`, which may repeat, up to date. On the current stream; can be captured."""
@@ -69,9 +72,8 @@ class DeferredRows:
         assert tensors is not None
         if self.steps == 0:
             self.rows.done_V.copy_(plan.count_1 - plan.numbers_4[3:].long())
-        lr, decay = self.group["lr"], self.group["weight_decay"]
-        phase = self.steps % self.rows.sweep
-        update_rows(self.rows, tensors, plan.count_1, plan.numbers_4, phase, lr=lr, weight_decay=decay, **self._betas())
+        settings = {name: self.group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+        update_rows(self.rows, tensors, plan.count_1, plan.numbers_4, self.steps % self.rows.sweep, **settings)
         self.steps += 1
 
     def complete(self) -> None:
@@ -89,7 +91,8 @@ class DeferredRows:
         self.rows.done_V.fill_(torch.iinfo(torch.int64).max)
 
     def _betas(self) -> dict[str, Any]:
-        return {"betas": self.group["betas"], "eps": self.group["eps"]}
+        group = self.group
+        return {"betas": group["betas"], "eps": group["eps"]}
 
     def _flat(self, tensor: Tensor) -> Tensor:
         return tensor.view(len(self.weight_VLC), -1)
@@ -114,7 +117,7 @@ def defer_rows(optimizer: Any, model: Sequence[Any]) -> None:
     }
     for chunk in model:
         for table in (module for module in chunk.modules() if isinstance(module, GateTable)):
-            if table.replicas.size() == 1:
+            if table.replicas.size() == 1 and table.weight.requires_grad:
                 inner, parameter = owners[table.weight.data_ptr()]
                 rows = DeferredRows(inner, parameter, table.weight)
                 inner.defer(rows)

@@ -1,21 +1,32 @@
-"""The end of a process that has profiled a GPU."""
+"""The end of a process, also of one that has profiled a GPU."""
 
 from __future__ import annotations
 
 import atexit
 import os
 import sys
+from contextlib import suppress
 
-__all__ = ["leave_after_profile"]
+__all__ = ["gpu_is_profiled", "leave"]
+
+_profiled: list[bool] = []  # of this process; not empty: a GPU was
 
 
-def leave_after_profile(code: int) -> None:
-    """End the process with `code`, exit functions run, without unloading libraries.
+def gpu_is_profiled() -> None:
+    """Said when a profiler of the GPU starts."""
+    _profiled.append(True)
 
-    torch 2.11's profiler frees buffers that NVIDIA's CUPTI still writes to when it is unloaded (pytorch pull request
-    195207): runs that were done, saved and reported ended with "double free or corruption" and code -6, 3 of 5 of them.
+
+def leave(code: int) -> int:
+    """The exit code `code`; a process that has profiled a GPU ends here, its exit functions run.
+
+    torch 2.11's profiler frees buffers that NVIDIA's CUPTI still writes to when libraries are unloaded (pytorch pull
+    request 195207): runs that were done, saved and reported ended with "double free or corruption" and code -6.
     """
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    if _profiled:
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):  # a closed terminal or pipe
+                stream.flush()
+        os._exit(code)
+    return code

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from egmla_megatron.environment import whole_number
 from egmla_megatron.errors import UserError
 from egmla_megatron.quiet import quiet_libraries
-from egmla_megatron.train.leave import leave_after_profile
+from egmla_megatron.train.leave import leave
 
 __all__ = ["main"]
 
@@ -44,10 +44,7 @@ def _train(arguments: Sequence[str], *, check_only: bool) -> int:
         return 0
     from egmla_megatron.train.session import train
 
-    code = train(cfg, layout)
-    if cfg.profile.steps and rank in cfg.profile.ranks:
-        leave_after_profile(code)
-    return code
+    return train(cfg, layout)
 
 
 def _report(error: UserError) -> None:
@@ -69,6 +66,10 @@ def main(argv: Sequence[str]) -> int:
         print(USAGE)
         return 0
     quiet_libraries()
+    return leave(_outcome(arguments, flags))
+
+
+def _outcome(arguments: Sequence[str], flags: set[str]) -> int:
     try:
         unknown = flags - {"--check"}
         if unknown or not arguments:

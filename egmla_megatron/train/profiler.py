@@ -11,6 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from egmla_megatron.config.schema import RunConfig
+from egmla_megatron.train.leave import gpu_is_profiled
 
 __all__ = ["StepProfiler"]
 
@@ -67,6 +68,8 @@ class StepProfiler:
         plan = schedule(wait=0, warmup=self.warmup, active=self.last - self.first + 1, repeat=1)
         profiler = profile(activities=activities, schedule=plan, on_trace_ready=self._write, acc_events=True)
         profiler.start()
+        if self.cuda:
+            gpu_is_profiled()
         return profiler
 
     def _write(self, profiler: Any) -> None:

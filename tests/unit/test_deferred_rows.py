@@ -6,6 +6,7 @@ Here by Triton's interpreter; on a GPU with everything.
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ pytest.importorskip("triton")
 
 from egmla_megatron.train.deferred_rows import DeferredRows
 from egmla_megatron.train.device_adam import UpdatePlan
+from egmla_megatron.train.update import _squares
 from tests.unit.test_device_adam import BETAS, DEVICE, DeviceAdam
 
 SWEEP = 16  # steps
@@ -26,10 +28,16 @@ STATES = ("exp_avg", "exp_avg_sq", "master_param")
 class Table:
     """A table with its optimizer; `deferred` None: updated as a whole."""
 
-    def __init__(self, deferred: bool, kind: torch.dtype = torch.float32, decay: float = 0.0) -> None:
-        start = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
+    def __init__(
+        self,
+        deferred: bool,
+        kind: torch.dtype = torch.float32,
+        decay: float = 0.0,
+        shape: tuple[int, int, int] = SHAPE,
+    ) -> None:
+        start = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         self.weight: Any = torch.nn.Parameter(start.to(DEVICE, torch.bfloat16))
-        self.weight.main_grad = torch.zeros(SHAPE, dtype=kind, device=DEVICE)
+        self.weight.main_grad = torch.zeros(shape, dtype=kind, device=DEVICE)
         self.flat: Any = self.weight.detach().view(-1)
         self.flat.decoupled_grad = self.weight.main_grad.view(-1)
         self.optimizer = DeviceAdam([{"params": [self.flat], "weight_decay": decay}])
@@ -118,14 +126,70 @@ def test_updates_do_wait() -> None:
     assert table.rows.rows.done_V.tolist() == [3] * ROWS
 
 
+@pytest.mark.parametrize("columns", [64, 768, 2048, 1500])
+def test_rows_of_any_width(columns: int) -> None:
+    """Of fewer columns than a program takes at once, and of several times as many, with a rest and without."""
+    tables = [Table(deferred, shape=(9, 2, columns // 2)) for deferred in (False, True)]
+    generator = torch.Generator().manual_seed(2)
+    for step in range(7):
+        ids_R = torch.randint(0, 5, (2,), generator=generator).to(DEVICE)
+        assert torch.equal(*(table.read(ids_R) for table in tables))
+        grad = torch.randn(2, 2, columns // 2, generator=generator).to(DEVICE)
+        for table in tables:
+            table.step(ids_R, grad, 1e-2, bad=step == 3)
+    assert same(tables)
+
+
+def test_what_no_look_up_wrote_is_left_alone() -> None:
+    """A gradient of a row that was not read is none: were it garbage, it would stay in the moments for good."""
+    table = Table(True)
+    ids_R, norm_1 = torch.tensor([3, 99, -1], device=DEVICE), torch.ones(1, device=DEVICE)
+    table.weight.main_grad[5] = math.nan
+    for _ in range(SWEEP + 1):
+        assert table.rows is not None
+        table.rows.before_look_up(ids_R if table.rows.steps else ids_R[:1])  # torch refuses wrong ids, not we
+        table.optimizer.plan.decide(norm_1, 0.0, table.optimizer.updates())
+        table.optimizer.step()
+    assert all(tensor.isfinite().all() for tensor in table.whole())
+
+
+def test_the_norm_counts_rows_and_what_stands_beside_them() -> None:
+    """As `update_weights` sums it: tables by rows, other gradients of the same optimizer whole, one that another rank
+    counts not at all."""
+    tables = [Table(True), Table(True)]
+    for table in tables:
+        table.read(torch.tensor([2, 4], device=DEVICE))
+        table.weight.main_grad[[2, 4]] = 1.5
+    other = torch.full((5,), 2.0, device=DEVICE)
+
+    def single(*grads: Tensor) -> Any:
+        inner = tables[0].optimizer
+        inner.deferred = [table.rows for table in tables]
+        group = SimpleNamespace(size=lambda: 1)
+        return SimpleNamespace(
+            optimizer=inner, get_grads_for_grad_norm=lambda: grads, get_grad_stats_parallel_group=lambda: group
+        )
+
+    mains = [table.weight.main_grad.view(-1) for table in tables]
+    of_rows = 2 * 6 * 1.5**2
+    for grads, expected in (
+        ((*mains, other), 2 * of_rows + 20.0),
+        ((mains[1],), of_rows),
+        ((other, other[:0]), 20.0),
+        ((), 0.0),
+    ):
+        assert _squares(single(*grads)).tolist() == [expected]
+
+
 def test_a_loaded_table_is_up_to_date() -> None:
-    """Into a table with a history of its own, and into a new one."""
+    """Into a table with a history of its own, and into a new one; it follows the schedule further."""
     ids_R, grad = torch.tensor([3, 5], device=DEVICE), torch.ones(2, *SHAPE[1:], device=DEVICE)
 
     def take(table: Table, steps: range) -> None:
         for step in steps:
             table.read(ids_R + step)
-            table.step(ids_R + step, grad * step, 1e-2, bad=False)
+            table.optimizer.param_groups[0]["weight_decay"] = 0.01 * step
+            table.step(ids_R + step, grad * step, 1e-2 / (1 + step), bad=False)
 
     origin = Table(True)
     take(origin, range(6))

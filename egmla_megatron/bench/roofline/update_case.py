@@ -78,14 +78,16 @@ def _by_rows(cfg: RunConfig, rows: int, columns: int, buffers: Buffers) -> Call:
     tensors = (gradient_VN, weight_VN, torch.zeros_like(master_VN), torch.ones_like(master_VN), master_VN)
     state, plan_4 = Rows.of(rows, buffers.device), torch.ones(4, device=buffers.device)
     count_1 = torch.ones(1, dtype=torch.int64, device=buffers.device)
-    state.read_V[::2] = 1
+
+    def mark() -> None:
+        state.read_V[::2] = 1  # a call leaves none
 
     def run(_: Any) -> tuple[Tensor, ...]:
         squares_1 = row_squares(state, gradient_VN)
         update_rows(state, tensors, count_1, plan_4, 1, **_settings(cfg.optimizer))
         return (*tensors, squares_1)
 
-    return Call(tensors, run)
+    return Call(tensors, run, before=mark)
 
 
 def _settings(opt: OptimizerConfig) -> dict[str, Any]:

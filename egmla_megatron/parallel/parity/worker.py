@@ -11,6 +11,7 @@ import gc
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,9 @@ TIME_LIMIT_S = 200  # for the start and for each case: a hang says where
 
 
 def _config(case: Case) -> RunConfig:
-    return case_config(case, gpus=torch.cuda.is_available())
+    cfg = case_config(case, gpus=torch.cuda.is_available())
+    # the reference updates tables as a whole: a fault of updates by rows would be in both
+    return replace(cfg, optimizer=replace(cfg.optimizer, deferred_table_updates=case.layout != "serial"))
 
 
 def _run(case: Case, world: World, serial: dict[str, Snapshot]) -> dict[str, Any]:

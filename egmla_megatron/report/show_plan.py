@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from egmla_megatron.report.step_time import ERROR_OF_EAGER
+from egmla_megatron.report.step_time import ERROR_OF_EAGER, ERROR_OVER_NVLINK
 
 __all__ = ["format_comparison", "format_plan", "format_search"]
 
@@ -158,7 +158,7 @@ def _rests_on(plan: dict[str, Any]) -> list[str]:
         "  Rests on steps of Base and 1.2B on one and two H100 and H200 (tools/records/README.md), which it meets",
         f"  within 4% as CUDA graphs and {ERROR_OF_EAGER:.0%} where the host launches; those that it is not fitted to",
         "  within 5% and 27%. CUDA graphs on GPUs joined by NVLink are measured with slower kernels only, and take up",
-        "  to 26% longer than the estimate. Other cards, more GPUs, larger models: not measured.",
+        f"  to {ERROR_OVER_NVLINK:.0%} longer than the estimate. Other cards, more GPUs, larger models: not measured.",
     ]
     rates = []
     if cluster["gpus_per_node"] > 1:

@@ -201,7 +201,7 @@ def test_search_finds_what_fits() -> None:
     speeds = [layout["tokens_per_second"] for layout in found["layouts"]]
     assert speeds == sorted(speeds, reverse=True) and "by estimated tokens/s" in format_search(found)
     assert best["train.cuda_graph"] == "true" and "train.cuda_graph=true" in format_search(found)
-    assert {layout["estimate_error"] for layout in found["layouts"]} == {0.11, 0.2}
+    assert {layout["estimate_error"] for layout in found["layouts"]} == {0.26, 0.2}
     graphs = [layout for layout in found["layouts"] if layout["train.cuda_graph"] == "true"]
     assert 0 < len(graphs) < len(found["layouts"])
     assert all(each["parallel.tensor"] == 1 and each["train.recompute"] == "none" for each in graphs)

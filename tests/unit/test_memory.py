@@ -205,7 +205,7 @@ def test_search_finds_what_fits() -> None:
     graphs = [layout for layout in found["layouts"] if layout["train.cuda_graph"] == "true"]
     assert 0 < len(graphs) < len(found["layouts"])
     assert all(each["parallel.tensor"] == 1 and each["train.recompute"] == "none" for each in graphs)
-    assert re.search(r" [1-9]\d?0*(,000)+ tokens/s \+-11% ", format_search(found))
+    assert re.search(r" [1-9]\d?0*(,000)+ tokens/s \+-26% ", format_search(found))
     deterministic = make_search(
         "pretrain_1b2", ["run.deterministic=true"], 8, _with_links(find_card("h100", None, None), 8)
     )

@@ -63,6 +63,11 @@ class PeerWatch:
         if self._thread is not None:
             self.store.set(f"word/{self.rank}", message)
 
+    def end_with_others(self) -> None:
+        """This rank is about to end because another one died: nobody is to take it for the one that did."""
+        if self._thread is not None:
+            self.store.set(f"follows/{self.rank}", "")
+
     def left_word(self, rank: int) -> bool:
         """Whether a rank ended with an error that it reports itself."""
         return bool(self.store.check([f"word/{rank}"]))
@@ -73,13 +78,15 @@ class PeerWatch:
         return f"rank {rank} ({self.store.get(key).decode()})" if self.store.check([key]) else f"rank {rank}"
 
     def dead_peers(self) -> list[int]:
-        """Ranks whose counter does not move within a few intervals; for the message after a failed collective."""
+        """Ranks whose counter does not move within a few intervals, but for those that end because of others; for the
+        message after a failed collective."""
         if self._thread is None:
             return []
         others = [rank for rank in range(self.size) if rank != self.rank]
         first = {rank: self._read(rank) for rank in others}
         time.sleep(3 * self.interval)
-        return [rank for rank in others if first[rank] != DONE and self._read(rank) == first[rank]]
+        silent = [rank for rank in others if first[rank] != DONE and self._read(rank) == first[rank]]
+        return [rank for rank in silent if not self.store.check([f"follows/{rank}"])]
 
     def behind(self) -> dict[int, str]:
         """Rank -> what it does, of the ranks that do something else than most; empty when all do the same."""

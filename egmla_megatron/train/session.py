@@ -93,4 +93,7 @@ def _explain_lost_peers(error: RuntimeError, watch: PeerWatch) -> None:
             flush=True,
         )
     kill_children()
-    os._exit(1)
+    try:
+        watch.end_with_others()
+    finally:  # also where the store is gone by now
+        os._exit(1)

@@ -113,8 +113,10 @@ def test_dead_peers_are_those_that_stand_still(exits: list[int]) -> None:
     assert watches[0].dead_peers() == [1] and not watches[0].left_word(1)
     watches[1].leave_word("data: got token id 64")
     assert watches[2].left_word(1)
-    for watch in (watches[0], watches[2]):
-        watch.close()
+    watches[2].end_with_others()
+    stop(watches[2])
+    assert watches[0].dead_peers() == [1]  # it is not rank 2 that the others end for
+    watches[0].close()
 
 
 def test_a_lost_store_means_that_its_host_is_gone(exits: list[int], capsys: pytest.CaptureFixture[str]) -> None:

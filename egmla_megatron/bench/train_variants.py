@@ -164,7 +164,8 @@ def effective(cfg: RunConfig, *, cuda: bool, reported: bool) -> RunConfig:
     if not model.gated:
         model = replace(model, gate_norm=False)
     logging = replace(cfg.logging, step_times=reported and cfg.logging.step_times)
-    optimizer = replace(optimizer, fused_master_weights=masters)
+    by_rows = masters and model.gated and optimizer.deferred_table_updates
+    optimizer = replace(optimizer, fused_master_weights=masters, deferred_table_updates=by_rows)
     return replace(cfg, parallel=parallel, optimizer=optimizer, model=model, logging=logging)
 
 

@@ -56,7 +56,7 @@ def load_checkpoint(
     if cfg.checkpoint.verify:
         refuse_changed(path, world)
     if manifest.weights_only:
-        load_weights(built, _read({"model": model_state(built, world)}, path)["model"], path)
+        _read_weights(built, world, path)
         optimizer.reload_model_params()  # its fp32 copies
         seed_everything(cfg.run.seed + manifest.step, world)
         return manifest
@@ -82,6 +82,10 @@ def load_checkpoint(
 def read_weights(built: BuiltModel, world: World, path: Path) -> None:
     """Weights alone, of a checkpoint of any layout. Every rank calls it."""
     refuse_changed(path, world)
+    _read_weights(built, world, path)
+
+
+def _read_weights(built: BuiltModel, world: World, path: Path) -> None:
     load_weights(built, _read({"model": model_state(built, world)}, path)["model"], path)
 
 

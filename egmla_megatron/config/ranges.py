@@ -78,9 +78,9 @@ _LARGEST = {
     "model.rope_theta": 10**12,
     "model.rms_norm_eps": 1,
     "model.gate_norm_eps": 1,
-    "model.init_std": 1e30,  # no sense in it, but steps that are not finite are tried with it, and with such a lr
+    "model.init_std": 1000,
     "model.gate_table_init_std": 1000,
-    "optimizer.lr": 1e30,
+    "optimizer.lr": 1000,
     "optimizer.eps": 1,
     "optimizer.weight_decay": 1000,
     "optimizer.clip_grad": 10**12,  # of gradients that are never clipped, but whose norm is looked at

@@ -163,7 +163,7 @@ def adam_tables(tensors: Sequence[AdamTensors]) -> tuple[AdamTable, ...]:
     )
 
 
-_KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
+KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
 def decide(norm_1: Tensor, betas_2: Tensor, count_1: Tensor, plan_4: Tensor, clip: float) -> None:
@@ -183,5 +183,5 @@ def adamw(
     grid = (len(table.rows_C6), triton.cdiv(PIECE, BLOCK))
     _adamw[grid](
         table.rows_C6, plan_4, float(lr), *map(float, betas), float(eps), float(weight_decay),
-        GRAD=_KINDS[table.grad], WEIGHT=_KINDS[table.weight], ALIGNED=table.aligned, BLOCK=BLOCK,
+        GRAD=KINDS[table.grad], WEIGHT=KINDS[table.weight], ALIGNED=table.aligned, BLOCK=BLOCK,
     )  # fmt: skip

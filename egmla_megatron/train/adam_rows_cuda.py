@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from egmla_megatron.train.adam_cuda import read, updated, write
+from egmla_megatron.train.adam_cuda import KINDS, read, updated, write
 
 __all__ = ["SWEEP", "RowTensors", "Rows", "advance_all", "catch_up", "row_squares", "update_rows"]
 
@@ -170,7 +170,6 @@ def _row_squares(
 
 
 RowTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # gradient, weight, both moments, master weight: all [V, N]
-_KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -213,7 +212,7 @@ def catch_up(
     size, columns = weight.shape
     _catch_up[(len(ids_R),)](
         ids_R, count_1, rows.done_V, rows.read_V, rows.history_H3, weight, mean, square, master, size,
-        *map(float, betas), float(eps), WEIGHT=_KINDS[weight.dtype], SWEEP=rows.sweep, **_columns(columns),
+        *map(float, betas), float(eps), WEIGHT=KINDS[weight.dtype], SWEEP=rows.sweep, **_columns(columns),
     )  # fmt: skip
 
 
@@ -241,7 +240,7 @@ def update_rows(
     _update_rows[(triton.cdiv(size, STRIDE),)](
         plan_4, count_1, rows.done_V, rows.read_V, rows.history_H3, grad, weight, mean, square, master,
         size, phase, float(lr), *map(float, betas), float(eps), float(weight_decay),
-        WEIGHT=_KINDS[weight.dtype], SWEEP=rows.sweep, STRIDE=STRIDE, **_columns(columns),
+        WEIGHT=KINDS[weight.dtype], SWEEP=rows.sweep, STRIDE=STRIDE, **_columns(columns),
     )  # fmt: skip
 
 
@@ -251,7 +250,7 @@ def advance_all(rows: Rows, tensors: RowTensors, count_1: Tensor, *, betas: tupl
     size, columns = weight.shape
     _advance_all[(size,)](
         count_1, rows.done_V, rows.history_H3, weight, mean, square, master, *map(float, betas), float(eps),
-        WEIGHT=_KINDS[weight.dtype], SWEEP=rows.sweep, **_columns(columns),
+        WEIGHT=KINDS[weight.dtype], SWEEP=rows.sweep, **_columns(columns),
     )  # fmt: skip
 
 

@@ -16,11 +16,11 @@ __all__ = ["DataParallel", "gaps"]
 
 class DataParallel(DistributedDataParallel):
     """Weight gradients that Transformer Engine adds to the main gradients itself are written by a step's first
-    micro-batch and added by the others: nothing has to be zeroed before or read.
-    Transformer Engine reads `overwrite_main_grad` of a weight in forward, for the backward that belongs to it.
+    micro-batch and added by the others: nothing has to be zeroed before or read. Transformer Engine reads
+    `overwrite_main_grad` of a weight in forward, for the backward that belongs to it.
 
     Args:
-        written: the weights for which that holds, see `written_weights`.
+        written: the weights for which that holds, see `optimizer.wrap_ddp`.
         args, kwargs: as megatron-core's.
     """
 

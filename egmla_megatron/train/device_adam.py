@@ -92,7 +92,7 @@ class DecidedOnDevice:
             rows.update()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As FusedAdam's; the tensors are others afterwards, and the count of updates is that of the state."""
+        """As FusedAdam's; tensors and groups are others afterwards, and the count of updates is that of the state."""
         super().load_state_dict(state_dict)  # type: ignore[misc]
         self._tables.clear()
         self.plan.count_known = False

@@ -20,13 +20,7 @@ from egmla_megatron.train.data_parallel import DataParallel
 from egmla_megatron.train.deferred_rows import defer_rows
 from egmla_megatron.train.device_adam import use_device_adam
 
-__all__ = [
-    "adopt_hyperparameters",
-    "build_optimizer",
-    "build_schedule",
-    "loading_states",
-    "wrap_ddp",
-]
+__all__ = ["adopt_hyperparameters", "build_optimizer", "build_schedule", "loading_states", "wrap_ddp"]
 
 STYLES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "wsd": "WSD"}
 

@@ -56,13 +56,11 @@ def _squares(optimizer: Any) -> Tensor:
     rows = [] if getattr(optimizer, "is_stub_optimizer", False) else deferred_rows(optimizer)
     if not rows:
         return torch.as_tensor(optimizer.get_grad_norm()).reshape(1).float().square()
-    by_rows = {each.weight_VLC.main_grad.data_ptr() for each in rows}  # type: ignore[attr-defined]
-    # gradients that other ranks count are not among them
-    counted = [grad for grad in optimizer.get_grads_for_grad_norm() if grad.numel()]
-    others = [grad for grad in counted if grad.data_ptr() not in by_rows]
-    mine = {grad.data_ptr() for grad in counted}
-    squares = [each.squares() for each in rows if each.weight_VLC.main_grad.data_ptr() in mine]  # type: ignore[attr-defined]
-    squares += [grad.float().square().sum().reshape(1) for grad in others]
+    by_rows = {each.weight_VLC.main_grad.data_ptr(): each for each in rows}  # type: ignore[attr-defined]
+    squares = []
+    for grad in optimizer.get_grads_for_grad_norm():  # none that other ranks count
+        found = by_rows.get(grad.data_ptr())
+        squares.append(found.squares() if found is not None else grad.float().square().sum().reshape(1))
     total_1 = torch.stack(squares).sum(0) if squares else rows[0].rows.history_H3.new_zeros(1)
     group = optimizer.get_grad_stats_parallel_group()
     if group.size() > 1:

@@ -128,7 +128,8 @@ def test_a_run_without_a_single_update_has_nothing_to_save(tmp_path: Path) -> No
         optimizer = {"distributed": distributed}
         name = f"run_{distributed}"
         config, run = write_run(tmp_path, name, train={"max_bad_steps": 3}, checkpoint=checkpoint, optimizer=optimizer)
-        job = start_trainer(1, tmp_path / "log", config, "model.init_std=1e30")
+        # norms then divide by so little that gradients overflow in the first step
+        job = start_trainer(1, tmp_path / "log", config, "model.init_std=1e-25", "model.rms_norm_eps=1e-38")
         assert job.wait() == 2
         assert "3 steps in a row gave no finite gradient" in job.output and "Traceback" not in job.output
         assert list((run / "checkpoints").glob("*")) == []
@@ -136,7 +137,8 @@ def test_a_run_without_a_single_update_has_nothing_to_save(tmp_path: Path) -> No
 
 def test_steps_that_are_not_finite_are_skipped_then_stop_the_run(tmp_path: Path, trained: Path) -> None:
     config, run = continued(tmp_path, trained)
-    overrides = ["train.steps=50", "train.max_bad_steps=3", "optimizer.lr=1e30", "checkpoint.interval_steps=1"]
+    overrides = ["train.steps=50", "train.max_bad_steps=3", "checkpoint.interval_steps=1"]
+    overrides += ["optimizer.lr=1000", "optimizer.gate_table_lr_ratio=1000", "optimizer.weight_decay=1000"]
     job = start_trainer(1, tmp_path / "log", config, *overrides)
     assert job.wait() == 2, job.output[-3000:]
     errors = error_lines(job.output)

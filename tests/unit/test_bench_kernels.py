@@ -16,7 +16,7 @@ from egmla_megatron.bench.roofline import cost
 from egmla_megatron.bench.roofline.case import Buffers, Case
 from egmla_megatron.bench.roofline.cost import Cost, Machine
 from egmla_megatron.bench.roofline.gate_cases import gate_cases, heads_cases, row_of_tokens
-from egmla_megatron.bench.roofline.options import KernelBench, kernel_bench
+from egmla_megatron.bench.roofline.options import KernelBench
 from egmla_megatron.bench.roofline.sizes import Linear, Sizes, linears
 from egmla_megatron.bench.roofline.table import kernel_table, make_row, sum_of_rows
 from egmla_megatron.bench.roofline.timing import HostTimer, Times, calls_of_graph
@@ -24,7 +24,6 @@ from egmla_megatron.bench.roofline.update_case import _row_case
 from egmla_megatron.bench.zipf import probabilities
 from egmla_megatron.config.check import check_config
 from egmla_megatron.config.schema import ModelConfig
-from egmla_megatron.errors import UserError
 from egmla_megatron.model.count import count_parameters, flops_per_token
 from tests.dist.harness import start
 from tests.tiny import PLAIN, TINY, tiny_run
@@ -250,38 +249,6 @@ def test_the_host_timer_makes_every_call_anew(world: Any) -> None:
     assert len(made) == 4 and len(times.us) == 3 and min(times.us) > 0
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["parallel.tensor=2"], "parallel.tensor: .* whole layers.*got 2; allowed: 1; fix: set parallel.tensor=1"),
-        (["parallel.pipeline=2"], "parallel.pipeline: .* all layers on one device: got 2"),
-        (
-            ["model.attention=mha"],
-            "model.attention: the tool times the kernels of MLA and EG-MLA: got mha; allowed: mla",
-        ),
-        (["train.recompute=full"], "train.recompute: .* computed again: got full; allowed: none"),
-        (["train.fp8=tensorwise"], "train.fp8: .* products in bf16 or fp32: got tensorwise; allowed: none"),
-        (["model.hidden_dropout=0.1"], "model.hidden_dropout: .* got 0.1; allowed: 0.0"),
-        (["parallel.unique_ids=false"], "parallel.unique_ids: .* got false; allowed: true"),
-    ],
-)
-def test_what_other_kernels_would_run_is_refused(overrides: list[str], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        kernel_bench("quickstart", overrides, 1, 0.2, None, cuda=False)
-
-
-def test_what_differs_from_the_configuration_is_said() -> None:
-    bench = kernel_bench("quickstart", [], 1, 0.2, None, cuda=False)  # has parallel.gate_group=2
-    assert bench.layout.gate_group == bench.cfg.parallel.gate_group == 1
-    (remark,) = bench.remarks
-    assert "measured with parallel.gate_group=1, where quickstart has 2" in remark
-    (remark,) = kernel_bench("pretrain_base", [], 1, 0.2, None, cuda=False).remarks
-    assert remark.startswith("No CUDA device: computed in fp32, where pretrain_base has train.precision=bf16")
-    for settings, cuda in ((["train.precision=bf16"], False), ([], True)):
-        bench = kernel_bench("pretrain_base", settings, 1, 0.2, None, cuda=cuda)
-        assert bench.remarks == () and bench.cfg.train.precision == "bf16"
-
-
 def test_more_than_the_bound_is_marked() -> None:
     machine = Machine(bytes_per_s=4e12, flops_per_s=800e12)
     case = Case("k", "forward", 3, Cost(bytes=8_000_000), lambda: pytest.fail("not called"))
@@ -293,21 +260,6 @@ def test_more_than_the_bound_is_marked() -> None:
         rows = [make_row(case, Times((us,), 1), machine)]
         text = kernel_table(result | {"rows": rows, "sum": sum_of_rows(rows)})
         assert text.count("(!)") == marks and ("200.0% (!) |" in text) is bool(marks)
-
-
-def test_options_that_cannot_be_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = ["parallel.gate_group=1"]
-    assert kernel_bench("quickstart", one, 1, 1.0, None, cuda=False).layout.num_microbatches == 4
-    with pytest.raises(UserError, match="--repeats: got 0"):
-        kernel_bench("quickstart", one, 0, 0.2, None, cuda=False)
-    for fraction in (0.0, -1.0, 1.01, float("nan")):
-        with pytest.raises(UserError, match="--distinct-fraction: got"):
-            kernel_bench("quickstart", one, 1, fraction, None, cuda=False)
-    with pytest.raises(UserError, match="--json: got"):
-        kernel_bench("quickstart", one, 1, 0.2, tmp_path / "none" / "out.json", cuda=False)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="number of ranks: got 2"):
-        kernel_bench("quickstart", one, 1, 0.2, None, cuda=False)
 
 
 def test_a_whole_run(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from egmla_megatron.config.check import check_config
+from egmla_megatron.config.load import load_config
 from egmla_megatron.config.ranges import _LARGEST
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.errors import UserError
@@ -75,3 +76,19 @@ def test_the_largest_of_the_optimizer_together_are_no_traceback(tmp_path: Path) 
     settings = [f"optimizer.{name}={_LARGEST[f'optimizer.{name}']}" for name in names]
     job = start_trainer(1, tmp_path / "log", config, *settings)
     assert job.wait() == 0 and "Traceback" not in job.output, job.output
+
+
+def test_every_whole_number_has_an_upper_limit() -> None:
+    """A newcomer's setting too: what the libraries cannot hold would be a traceback."""
+    cfg = load_config("pretrain_base")
+    sections = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)}
+    names = [
+        f"{section}.{key}"
+        for section, values in sections.items()
+        for key, value in dataclasses.asdict(values).items()
+        if isinstance(value, int) and not isinstance(value, bool)
+    ]
+    assert len(names) > 30
+    for name in names:
+        with pytest.raises(UserError, match=rf"{name}: got 1{'0' * 30}; allowed: at most \d+"):
+            check_config(load_config("pretrain_base", [f"{name}=1{'0' * 30}"]), 1)

@@ -15,6 +15,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from egmla_megatron.report import step_time
+from egmla_megatron.train import adam_rows_cuda
 from egmla_megatron.train.deferred_rows import DeferredRows
 from egmla_megatron.train.device_adam import UpdatePlan
 from egmla_megatron.train.update import _squares
@@ -208,3 +210,8 @@ def test_a_loaded_table_is_up_to_date() -> None:
     for table in loaded:
         assert same([origin, table])
         assert table.optimizer.updates() == int(table.optimizer.plan.count_1) == 12
+
+
+def test_the_plan_counts_with_the_same_wait() -> None:
+    """It imports no Triton, so it has a number of its own."""
+    assert step_time.SWEEP == adam_rows_cuda.SWEEP

@@ -210,12 +210,12 @@ def update(parameters: int, weight_bytes: int) -> Cost:
     return Cost(parameters * (7 * _FP32 + weight_bytes))
 
 
-def row_update(read: int, due: int, weight_bytes: int, gradient_bytes: int) -> Cost:
+def row_update(read: int, due: int, weight_bytes: int) -> Cost:
     """As `update`, of the entries of table rows: those that were read, whose gradient is also read for its norm and
     zeroed, and those that are due without a gradient.
 
     Args:
         read, due: entries.
-        weight_bytes, gradient_bytes: of an entry.
+        weight_bytes: of a weight in the model.
     """
-    return Cost((read + due) * (6 * _FP32 + weight_bytes) + read * 3 * gradient_bytes)
+    return Cost((read + due) * (6 * _FP32 + weight_bytes) + read * 3 * _FP32)

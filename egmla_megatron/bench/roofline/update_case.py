@@ -59,12 +59,11 @@ def _row_case(cfg: RunConfig, microbatches: int, distinct: int, buffers: Buffers
     if microbatches > 1:
         distinct = min(cfg.model.vocab_size, round(tokens * unique_fraction(tokens)))
     rows = 2 * distinct
-    gradient_bytes = cfg.parallel.grad_element_bytes
     return Case(
         kernel="AdamW of table rows, our kernels",
         direction="update",
         count=1 / microbatches,
-        cost=cost.row_update(distinct * columns, rows // SWEEP * columns, cfg.train.element_bytes, gradient_bytes),
+        cost=cost.row_update(distinct * columns, rows // SWEEP * columns, cfg.train.element_bytes),
         prepare=lambda: _by_rows(cfg, rows, columns, buffers),
     )
 
@@ -72,9 +71,8 @@ def _row_case(cfg: RunConfig, microbatches: int, distinct: int, buffers: Buffers
 def _by_rows(cfg: RunConfig, rows: int, columns: int, buffers: Buffers) -> Call:
     from egmla_megatron.train.adam_rows_cuda import Rows, row_squares, update_rows
 
-    weight_VN, master_VN = buffers.normal(rows, columns), buffers.normal(rows, columns, dtype=torch.float32)
-    grad_dtype = torch.float32 if cfg.parallel.grad_reduce_dtype == "fp32" else torch.bfloat16
-    gradient_VN = buffers.normal(rows, columns, dtype=grad_dtype)
+    weight_VN = buffers.normal(rows, columns)
+    gradient_VN, master_VN = (buffers.normal(rows, columns, dtype=torch.float32) for _ in range(2))
     tensors = (gradient_VN, weight_VN, torch.zeros_like(master_VN), torch.ones_like(master_VN), master_VN)
     state, plan_4 = Rows.of(rows, buffers.device), torch.ones(4, device=buffers.device)
     count_1 = torch.ones(1, dtype=torch.int64, device=buffers.device)

@@ -141,7 +141,8 @@ def started(folder: Path) -> tuple[Job, list[psutil.Process], list[psutil.Proces
         children = psutil.Process(job.process.pid).children(recursive=True)
         lines = [_command_line(each) for each in children]
         ranks = [each for each, line in zip(children, lines, strict=True) if "bench_sharding" in line]
-        if len(ranks) == 2 and len(children) == 5:  # and what holds the networks of two nodes and a switch
+        others = [line for line in lines if "multiprocessing.resource_tracker" not in line]  # one a rank, or none yet
+        if len(ranks) == 2 and len(others) == 5:  # and what holds the networks of two nodes and a switch
             return job, ranks, children
         if time.monotonic() > deadline:  # a command that a rank is just starting is one more for a moment
             job.kill()

@@ -19,15 +19,15 @@ def crash_name(ranks: int) -> str:
 def _line(name: str, ranks: list[dict[str, Any]]) -> list[str]:
     if "crashed" in ranks[0]:
         return [name, "", "-", "-", "-", "-", f"CRASHED: exit code {ranks[0]['crashed']}"]
+    drifted = sorted({parameter for errors in ranks for parameter in errors["drifted"]})
+    apart = f"DRIFTED: {drifted[0]}" if drifted else ""
     if "loss" not in ranks[0]:
-        drifted = sorted({parameter for errors in ranks for parameter in errors["drifted"]})
-        verdict = f"DRIFTED: {drifted[0]}" if drifted else "replicas identical"
-        return [name, str(len(ranks)), "-", "-", "-", "-", verdict]
+        return [name, str(len(ranks)), "-", "-", "-", "-", apart or "replicas identical"]
     numbers = [f"{max(errors[key] for errors in ranks for key in keys):.1e}" for _, keys in _COLUMNS]
     gradient, at = max((errors["gradient"], errors["gradient_at"]) for errors in ranks)
     weight = max(errors["weight"] for errors in ranks)
     verdict = "equal" if all(map(passes, ranks)) else f"DIFFERENT ({at})"
-    return [name, str(len(ranks)), *numbers, f"{gradient:.1e}", f"{weight:.1e}", verdict]
+    return [name, str(len(ranks)), *numbers, f"{gradient:.1e}", f"{weight:.1e}", apart or verdict]
 
 
 def format_table(found: dict[str, list[dict[str, Any]]]) -> tuple[str, bool]:

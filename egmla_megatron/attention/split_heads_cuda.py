@@ -52,22 +52,22 @@ def _forward(
         found = tl.load(from_kv + heads * (NOPE + V) + NOPE + v[None, :], mask=mask)
         tl.store(value_ptr + token * HEADS * V + heads * V + v[None, :], found, mask=mask)
 
-    mask = (heads < HEADS) & (half < HALF)[None, :]
-    pair = from_q + heads * K + NOPE + 2 * half[None, :]
-    even = tl.load(pair, mask=mask, other=0.0).to(tl.float32)
-    odd = tl.load(pair + 1, mask=mask, other=0.0).to(tl.float32)
+    rope, halves = tl.arange(0, 2 * HALF_UP), (heads < HEADS) & (half < HALF)[None, :]
+    mask = (heads < HEADS) & (rope < 2 * HALF)[None, :]
+    found = tl.load(from_q + heads * K + NOPE + rope[None, :], mask=mask, other=0.0).to(tl.float32)
+    even, odd = tl.split(tl.reshape(found, [HEADS_UP, HALF_UP, 2]))
     at = heads * K + NOPE + half[None, :]
     kind = query_ptr.dtype.element_ty
-    tl.store(to_query + at, (even * cos[None, :] - odd * sin[None, :]).to(kind), mask=mask)
-    tl.store(to_query + at + HALF, (odd * cos[None, :] + even * sin[None, :]).to(kind), mask=mask)
+    tl.store(to_query + at, (even * cos[None, :] - odd * sin[None, :]).to(kind), mask=halves)
+    tl.store(to_query + at + HALF, (odd * cos[None, :] + even * sin[None, :]).to(kind), mask=halves)
 
-    pair = rope_ptr + position * rope_stride_s + (token % batch) * rope_stride_b + 2 * half
-    even = tl.load(pair, mask=half < HALF, other=0.0).to(tl.float32)
-    odd = tl.load(pair + 1, mask=half < HALF, other=0.0).to(tl.float32)
+    from_rope = rope_ptr + position * rope_stride_s + (token % batch) * rope_stride_b
+    found = tl.load(from_rope + rope, mask=rope < 2 * HALF, other=0.0).to(tl.float32)
+    even, odd = tl.split(tl.reshape(found, [HALF_UP, 2]))
     left, right = (even * cos - odd * sin).to(kind), (odd * cos + even * sin).to(kind)
     shape: tl.constexpr = [HEADS_UP, HALF_UP]
-    tl.store(to_key + at, tl.broadcast_to(left[None, :], shape), mask=mask)
-    tl.store(to_key + at + HALF, tl.broadcast_to(right[None, :], shape), mask=mask)
+    tl.store(to_key + at, tl.broadcast_to(left[None, :], shape), mask=halves)
+    tl.store(to_key + at + HALF, tl.broadcast_to(right[None, :], shape), mask=halves)
 
 
 @triton.jit
@@ -97,19 +97,19 @@ def _backward(
         found = tl.load(from_value + v[None, :], mask=mask)
         tl.store(to_kv + heads * (NOPE + V) + NOPE + v[None, :], found, mask=mask)
 
-    mask = (heads < HEADS) & (half < HALF)[None, :]
-    left = tl.load(from_query + NOPE + half[None, :], mask=mask, other=0.0).to(tl.float32)
-    right = tl.load(from_query + NOPE + HALF + half[None, :], mask=mask, other=0.0).to(tl.float32)
+    rope, halves = tl.arange(0, 2 * HALF_UP), (heads < HEADS) & (half < HALF)[None, :]
+    left = tl.load(from_query + NOPE + half[None, :], mask=halves, other=0.0).to(tl.float32)
+    right = tl.load(from_query + NOPE + HALF + half[None, :], mask=halves, other=0.0).to(tl.float32)
     kind = dq_ptr.dtype.element_ty
-    pair = to_q + heads * K + NOPE + 2 * half[None, :]
-    tl.store(pair, (left * cos[None, :] + right * sin[None, :]).to(kind), mask=mask)
-    tl.store(pair + 1, (right * cos[None, :] - left * sin[None, :]).to(kind), mask=mask)
+    # pairs are put together before they are stored: every second element alone takes twice the time
+    found = tl.interleave(left * cos[None, :] + right * sin[None, :], right * cos[None, :] - left * sin[None, :])
+    mask = (heads < HEADS) & (rope < 2 * HALF)[None, :]
+    tl.store(to_q + heads * K + NOPE + rope[None, :], found.to(kind), mask=mask)
 
-    left = tl.sum(tl.load(from_key + NOPE + half[None, :], mask=mask, other=0.0).to(tl.float32), axis=0)
-    right = tl.sum(tl.load(from_key + NOPE + HALF + half[None, :], mask=mask, other=0.0).to(tl.float32), axis=0)
-    pair = drope_ptr + token * (2 * HALF) + 2 * half
-    tl.store(pair, (left * cos + right * sin).to(kind), mask=half < HALF)
-    tl.store(pair + 1, (right * cos - left * sin).to(kind), mask=half < HALF)
+    left = tl.sum(tl.load(from_key + NOPE + half[None, :], mask=halves, other=0.0).to(tl.float32), axis=0)
+    right = tl.sum(tl.load(from_key + NOPE + HALF + half[None, :], mask=halves, other=0.0).to(tl.float32), axis=0)
+    found = tl.interleave(left * cos + right * sin, right * cos - left * sin).to(kind)
+    tl.store(drope_ptr + token * (2 * HALF) + rope, found, mask=rope < 2 * HALF)
 
 
 def _sizes(heads: int, sizes: HeadSizes) -> dict[str, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,11 +80,21 @@ def _mha_spec(config: Any, implementation: str) -> ModuleSpec:
 
 def _mla_parts(implementation: str) -> tuple[Any, type, Any, dict[str, Any]]:
     """(layer submodules, column-parallel linear, norm, replacements in the attention's submodules)."""
+    # one name in checkpoints, whoever wrote them: Transformer Engine can keep this norm inside the linear layer
+    keys = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
     if implementation == "te":
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 
         layer = get_gpt_layer_with_transformer_engine_submodules(
             multi_latent_attention=True, qk_layernorm=False, use_te_activation_func=True
+        )
+        # a norm of its own can add the residual's gradient in its backward pass, as that of the attention does
+        mlp = replace(layer.mlp.keywords["submodules"], linear_fc1=TEColumnParallelLinear)
+        layer = replace(
+            layer,
+            pre_mlp_layernorm=layer.input_layernorm,
+            mlp=partial(layer.mlp.func, submodules=mlp),
+            sharded_state_dict_keys_map=keys,
         )
         return layer, TEColumnParallelLinear, TENorm, {}
     layer = get_gpt_layer_local_submodules(multi_latent_attention=True, normalization="RMSNorm")
@@ -91,8 +102,7 @@ def _mla_parts(implementation: str) -> tuple[Any, type, Any, dict[str, Any]]:
         layer,
         input_layernorm=TorchRMSNorm,
         pre_mlp_layernorm=TorchRMSNorm,
-        # Transformer Engine keeps this norm inside the linear layer: one name in checkpoints, whoever wrote them
-        sharded_state_dict_keys_map={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
+        sharded_state_dict_keys_map=keys,
     )
     return layer, ColumnParallelLinear, TorchRMSNorm, {"core_attention": TorchCoreAttention}
 

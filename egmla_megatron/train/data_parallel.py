@@ -1,7 +1,9 @@
-"""megatron-core's data-parallel wrapper, which does not zero main gradients that a step writes over anyway."""
+"""megatron-core's data-parallel wrapper with less work in a step: main gradients that are written over are not zeroed,
+and small gradients are added together."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from egmla_megatron.train.deferred_rows import DeferredRows
+from egmla_megatron.train.small_gradients import SmallGradients
 
 __all__ = ["DataParallel", "gaps"]
 
@@ -25,6 +28,7 @@ class DataParallel(DistributedDataParallel):
     """
 
     def __init__(self, *args: Any, written: list[Parameter], **kwargs: Any) -> None:
+        self.small = SmallGradients()  # the parent makes hooks
         super().__init__(*args, **kwargs)
         self.written = written
         self.deferred: list[DeferredRows] = []  # tables whose updates leave zeros behind
@@ -55,6 +59,12 @@ class DataParallel(DistributedDataParallel):
         if self.first and torch.is_grad_enabled():
             self._write(False)
         return output
+
+    def _make_backward_post_hook(self, param: Parameter) -> Callable[..., None]:
+        """As megatron-core's, for small gradients later."""
+        plain = super()._make_backward_post_hook(param)
+        bucket = self.param_to_bucket_group.get(param)
+        return plain if bucket is None else self.small.hook(param, id(bucket), len(bucket.params), plain)
 
     def _write(self, first: bool) -> None:
         self.first = first

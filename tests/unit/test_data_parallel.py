@@ -1,16 +1,20 @@
-"""Main gradients that a step's first micro-batch writes, by a layer that treats them as Transformer Engine's do."""
+"""Main gradients that a step's first micro-batch writes, by a layer that treats them as Transformer Engine's do, and
+small gradients that are added together."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from egmla_megatron.config.to_mcore import ddp_config
 from egmla_megatron.model.build import build_model
 from egmla_megatron.train.data_parallel import DataParallel, gaps
+from egmla_megatron.train.small_gradients import SMALL
 from tests.tiny import tiny_run
 
 WIDTH, BATCHES = 5, 3
@@ -82,3 +86,69 @@ def test_gradients_are_those_of_zeroed_buffers(world: Any, distributed: bool) ->
             (((x_BN @ reference.before.t()) @ reference.own.t()) @ reference.after.t()).square().sum().backward()
         for name, weight in reference.named_parameters():
             torch.testing.assert_close(getattr(module, name).main_grad, weight.grad, msg=name)
+
+
+class Norms(torch.nn.Module):
+    """Vectors in bf16, one used twice and one that the loss does not need, and a matrix that is not small."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        generator = torch.Generator().manual_seed(0)
+
+        def random(*shape: int) -> torch.nn.Parameter:
+            return torch.nn.Parameter(torch.randn(*shape, generator=generator).bfloat16())
+
+        self.large, self.unused = random(WIDTH, SMALL // WIDTH + 1), random(WIDTH)
+        self.vectors = torch.nn.ParameterList([random(WIDTH) for _ in range(4)])
+
+    def forward(self, x_BN: Tensor, *, all_of_them: bool = True) -> Tensor:
+        for vector in [*self.vectors, self.vectors[0]][: None if all_of_them else 2]:
+            x_BN = x_BN * vector + vector
+        return (x_BN @ self.large).float().square().mean()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_small_gradients_are_added_together_and_to_the_same_bits(
+    world: Any, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = tiny_run(parallel={"overlap_grad_reduce": overlap})
+    config = build_model(cfg, world).config
+    additions: list[int] = []
+    together = torch._foreach_add_
+    monkeypatch.setattr(
+        torch, "_foreach_add_", lambda into, *rest: (additions.append(len(into)), together(into, *rest))[1]
+    )
+    found = []
+    for kind in (DataParallel, DistributedDataParallel):
+        module = Norms(config)
+        written = {"written": []} if kind is DataParallel else {}
+        model = kind(config, ddp_config(cfg), module, pg_collection=world.groups, **written)
+        model.zero_grad_buffer()
+        for index in range(BATCHES):
+            x_BN = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(index)).bfloat16()
+            with model.no_sync():
+                model(x_BN, all_of_them=index != 1).backward()
+        assert all(weight.grad is None for weight in module.parameters())
+        found.append([weight.main_grad.clone() for weight in module.parameters()])
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*found, strict=True))
+    assert found[0][1].count_nonzero() == 0 and all(main.any() for i, main in enumerate(found[0]) if i != 1)
+    assert additions == [4, 2, 4]
+
+
+def test_small_gradients_do_not_wait_for_the_end(world: Any) -> None:
+    """A bucket whose gradients are all there is reduced while those of others are still to come."""
+    cfg = tiny_run(parallel={"overlap_grad_reduce": True}, optimizer={"distributed": True})
+    module = Norms(build_model(cfg, world).config)
+    settings = replace(ddp_config(cfg), bucket_size=1)
+    model = DataParallel(module.config, settings, module, pg_collection=world.groups, written=[])
+    groups = {id(group): group for group in model.param_to_bucket_group.values()}
+    assert len(groups) > 3
+    waited: list[int] = []
+    model.zero_grad_buffer()
+    x_BN = torch.randn(4, WIDTH).bfloat16().requires_grad_()
+    x_BN.register_hook(lambda _: waited.append(sum(len(each.waiting) for each in model.small.buckets.values())))
+    model(x_BN).backward()
+    assert waited == [0]
+    ready = [group.per_param_grad_ready_counts for group in groups.values()]
+    assert sum(map(len, ready)) == len(list(module.parameters())) - 1  # all but the one that is not needed

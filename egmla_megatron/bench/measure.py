@@ -64,6 +64,7 @@ class _Steps:
     launch: Callable[[], _Flight]  # as the run would do it
     eager: Callable[[], float]  # never as a CUDA graph, inside which nothing can be counted; the loss
     bytes_before: int  # that torch had allocated before the run was built
+    release: Callable[[], None]  # gives the run's memory up
 
 
 def _steps(cfg: RunConfig, world: World, dataset: Any, sinks: Sinks | None) -> _Steps:
@@ -84,6 +85,12 @@ def _steps(cfg: RunConfig, world: World, dataset: Any, sinks: Sinks | None) -> _
     def launch() -> StepInFlight:
         return launch_step(cfg, world, model, optimizer, batches, graph, times, meanwhile)
 
+    def release() -> None:
+        if graph is not None:
+            graph.release()
+        for chunk in model:
+            chunk.release()
+
     def plain() -> _Flight:
         flight = launch()
         return _Flight(lambda: flight.result().loss, flight.finished)
@@ -92,6 +99,7 @@ def _steps(cfg: RunConfig, world: World, dataset: Any, sinks: Sinks | None) -> _
         launch=plain if reporter is None else _reported(reporter, launch, cfg.optimizer.lr),
         eager=lambda: train_step(cfg, world, model, optimizer, batches).loss,
         bytes_before=before,
+        release=release,
     )
 
 
@@ -154,10 +162,13 @@ def measure(cfg: RunConfig, world: World, dataset: Any, schedule: Schedule, sink
     Args:
         sinks: of this rank, to which every step is reported as the trainer does; None: steps alone.
     """
+    steps = _steps(cfg, world, dataset, sinks)
     try:
-        return _measure(cfg, world, _steps(cfg, world, dataset, sinks), schedule)
+        return _measure(cfg, world, steps, schedule)
     finally:
-        gc.collect()  # DDP's hooks and parameters refer to each other
+        steps.release()
+        del steps
+        gc.collect()  # modules and parameters refer to each other
         if world.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -52,34 +52,51 @@ class TrainBench:
 
 
 def run_train_bench(bench: TrainBench, command: Sequence[str]) -> int:
-    """Measure on all ranks that the launcher started; rank 0 prints a table and writes. Returns the exit code."""
+    """Measure on all ranks that the launcher started; rank 0 prints a table and writes. Returns the exit code.
+
+    What was measured before a variant fails, for want of memory say, is written and printed all the same.
+    """
     first = next(iter(bench.configs))
     world = open_world(bench.configs[first], bench.layouts[first])
     asked = {"variants": str(list(bench.configs)), "rounds": bench.rounds, "schedule": str(bench.schedule)}
     agree_on(world.store, world.rank, world.size, "command line", asked, "start every rank with the same one")
     found: dict[TrainVariant, list[list[Measurement]]] = {variant: [] for variant in bench.configs}
     order = list(bench.configs)
-    for number in range(bench.rounds):
-        for variant in order[:: -1 if number % 2 else 1]:  # back and forth, so that drift hurts all alike
-            world = _world(bench, variant, world)
-            found[variant].append(_measure_everywhere(bench, variant, world))
-    if world.is_first:
-        rows = [_row(bench, variant, rounds, world) for variant, rounds in found.items()]
-        for row in rows:
-            row["speed_to_first"] = _digits(row["tokens_per_second"] / rows[0]["tokens_per_second"])
+    try:
+        for number in range(bench.rounds):
+            for variant in order[:: -1 if number % 2 else 1]:  # back and forth, so that drift hurts all alike
+                world = _world(bench, variant, world)
+                found[variant].append(_measure_everywhere(bench, variant, world))
+    finally:
+        if world.is_first:
+            _publish(bench, found, world, command)
+    dist.barrier(group=world.control)
+    close_world()
+    return 0
+
+
+def _publish(
+    bench: TrainBench, found: dict[TrainVariant, list[list[Measurement]]], world: World, command: Sequence[str]
+) -> None:
+    """The file and the table; nothing where nothing was measured."""
+    rows = [_row(bench, variant, rounds, world) for variant, rounds in found.items() if rounds]
+    if not rows:
+        return
+    for row in rows:
+        row["speed_to_first"] = _digits(row["tokens_per_second"] / rows[0]["tokens_per_second"])
+    unfinished = [variant.name for variant, rounds in found.items() if len(rounds) < bench.rounds]
+    if bench.json is not None:
         result = {
             "hardware": hardware(world.device),
             "software": software(),
             "commit": commit(),
             "command": " ".join(command),
+            "unfinished": unfinished,
             "rows": rows,
         }
-        if bench.json is not None:
-            bench.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        print("\n\n".join([_table(rows), *_remarks(bench)]), flush=True)
-    dist.barrier(group=world.control)
-    close_world()
-    return 0
+        bench.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    missing = [f"Not measured in all {bench.rounds} rounds: {', '.join(unfinished)}."] if unfinished else []
+    print("\n\n".join([_table(rows), *missing, *_remarks(bench)]), flush=True)
 
 
 def _world(bench: TrainBench, variant: TrainVariant, world: World) -> World:

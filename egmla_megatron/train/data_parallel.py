@@ -60,6 +60,11 @@ class DataParallel(DistributedDataParallel):
             self._write(False)
         return output
 
+    def release(self) -> None:
+        """Let go of the model, which would outlive its last reference: autograd's nodes hold hooks, and are no part of
+        what Python's collector sees. No backward pass may follow."""
+        self.small.release()
+
     def _make_backward_post_hook(self, param: Parameter) -> Callable[..., None]:
         """As megatron-core's, for small gradients later."""
         plain = super()._make_backward_post_hook(param)

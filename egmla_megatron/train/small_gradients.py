@@ -22,7 +22,7 @@ class _Bucket:
 
     parameters: int
     arrived: int = 0  # gradients of this backward pass
-    waiting: list[tuple[Parameter, Callable[..., None]]] = field(default_factory=list)
+    waiting: list[tuple[Parameter, Callable[[], None]]] = field(default_factory=list)
 
 
 class SmallGradients:
@@ -31,6 +31,7 @@ class SmallGradients:
 
     def __init__(self) -> None:
         self.buckets: dict[int, _Bucket] = {}
+        self.plain: dict[int, Callable[[], None]] = {}
         self.called_back = False
 
     def hook(
@@ -44,10 +45,12 @@ class SmallGradients:
             plain: megatron-core's hook, which adds `parameter.grad` to `parameter.main_grad` unless
                 `parameter.grad_added_to_main_grad`, and counts it for the reduction.
         """
-        mine = self.buckets.setdefault(bucket, _Bucket(parameters))
+        mine, key = self.buckets.setdefault(bucket, _Bucket(parameters)), id(parameter)
+        self.plain[key] = plain
         small = parameter.numel() <= SMALL
 
         def arrived(*_: object) -> None:
+            plain = self.plain[key]
             mine.arrived += 1
             if small and parameter.grad is not None and not parameter.grad_added_to_main_grad:  # type: ignore[attr-defined]
                 mine.waiting.append((parameter, plain))
@@ -58,6 +61,10 @@ class SmallGradients:
                 _add(mine)
 
         return arrived
+
+    def release(self) -> None:
+        """Forget megatron-core's hooks, which hold the model. No backward pass may follow."""
+        self.plain.clear()
 
     def _call_back(self) -> None:
         """A parameter that the loss does not depend on never arrives."""

@@ -51,52 +51,63 @@ class TrainBench:
     json: Path | None
 
 
+_Found = dict[TrainVariant, list[list[Measurement]]]  # of every round, of every rank
+
+
 def run_train_bench(bench: TrainBench, command: Sequence[str]) -> int:
     """Measure on all ranks that the launcher started; rank 0 prints a table and writes. Returns the exit code.
 
-    What was measured before a variant fails, for want of memory say, is written and printed all the same.
+    The file grows with every variant, and what was measured before one fails, for want of memory say, is printed.
     """
     first = next(iter(bench.configs))
     world = open_world(bench.configs[first], bench.layouts[first])
     asked = {"variants": str(list(bench.configs)), "rounds": bench.rounds, "schedule": str(bench.schedule)}
     agree_on(world.store, world.rank, world.size, "command line", asked, "start every rank with the same one")
-    found: dict[TrainVariant, list[list[Measurement]]] = {variant: [] for variant in bench.configs}
+    found: _Found = {variant: [] for variant in bench.configs}
     order = list(bench.configs)
     try:
         for number in range(bench.rounds):
             for variant in order[:: -1 if number % 2 else 1]:  # back and forth, so that drift hurts all alike
                 world = _world(bench, variant, world)
                 found[variant].append(_measure_everywhere(bench, variant, world))
+                if world.is_first and bench.json is not None:
+                    bench.json.write_text(_as_json(bench, found, world, command), encoding="utf-8")
     finally:
-        if world.is_first:
-            _publish(bench, found, world, command)
+        if world.is_first and any(found.values()):
+            print(_as_text(bench, found, world), flush=True)
     dist.barrier(group=world.control)
     close_world()
     return 0
 
 
-def _publish(
-    bench: TrainBench, found: dict[TrainVariant, list[list[Measurement]]], world: World, command: Sequence[str]
-) -> None:
-    """The file and the table; nothing where nothing was measured."""
+def _as_json(bench: TrainBench, found: _Found, world: World, command: Sequence[str]) -> str:
+    result = {
+        "hardware": hardware(world.device),
+        "software": software(),
+        "commit": commit(),
+        "command": " ".join(command),
+        "unfinished": _unfinished(bench, found),
+        "rows": _rows(bench, found, world),
+    }
+    return json.dumps(result, indent=1) + "\n"
+
+
+def _as_text(bench: TrainBench, found: _Found, world: World) -> str:
+    unfinished = _unfinished(bench, found)
+    missing = [f"Not measured in all {bench.rounds} rounds: {', '.join(unfinished)}."] if unfinished else []
+    return "\n\n".join([_table(_rows(bench, found, world)), *missing, *_remarks(bench)])
+
+
+def _unfinished(bench: TrainBench, found: _Found) -> list[str]:
+    return [variant.name for variant, rounds in found.items() if len(rounds) < bench.rounds]
+
+
+def _rows(bench: TrainBench, found: _Found, world: World) -> list[dict[str, Any]]:
+    """Of the variants that were measured at all."""
     rows = [_row(bench, variant, rounds, world) for variant, rounds in found.items() if rounds]
-    if not rows:
-        return
     for row in rows:
         row["speed_to_first"] = _digits(row["tokens_per_second"] / rows[0]["tokens_per_second"])
-    unfinished = [variant.name for variant, rounds in found.items() if len(rounds) < bench.rounds]
-    if bench.json is not None:
-        result = {
-            "hardware": hardware(world.device),
-            "software": software(),
-            "commit": commit(),
-            "command": " ".join(command),
-            "unfinished": unfinished,
-            "rows": rows,
-        }
-        bench.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    missing = [f"Not measured in all {bench.rounds} rounds: {', '.join(unfinished)}."] if unfinished else []
-    print("\n\n".join([_table(rows), *missing, *_remarks(bench)]), flush=True)
+    return rows
 
 
 def _world(bench: TrainBench, variant: TrainVariant, world: World) -> World:

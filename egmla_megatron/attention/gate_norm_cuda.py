@@ -7,66 +7,47 @@ row within one block is finished there, the pieces of a row that crosses blocks 
 
 What they write, and in backward read, is either one tensor [T,N] or, per head, keys without position and values in the
 tensors that attention has (`KeysAndValues`): the latter saves a pass over the data each way.
+
+Where the heads are on several ranks, their common statistics come first (`gate_statistics_cuda`).
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from egmla_megatron.attention.gate_parts_cuda import (
+    KeysAndValues,
+    combine,
+    derivatives,
+    layout,
+    places,
+    refuse_unknown,
+    warps,
+)
+from egmla_megatron.attention.gate_statistics_cuda import shared_statistics, shared_sums
 from egmla_megatron.attention.sum_by_row import RowMap, unpack_row_map
 
-__all__ = ["KERNEL_GATES", "GateGradients", "KeysAndValues", "Saved", "gate_backward", "gate_forward"]
+__all__ = ["GateGradients", "Saved", "gate_backward", "gate_forward"]
 
 # T = S * B tokens in sequence-first order, N columns, U rows, V = U + 1, P blocks of tokens, H heads, K width of a key
 # with its position, D of a value
 
-KERNEL_GATES = ("mul", "add")  # those that `_combine` and `_gradients` know
 BLOCK_TOKENS = 32  # tokens of one program in backward
 PIECES, PIECE_COLUMNS = 8, 1024  # what a program of the second kernel reads at once
-
-
-@triton.jit
-def _combine(up, gate, GATE: tl.constexpr):
-    if GATE == "mul":
-        return up * gate
-    else:
-        return up + gate
-
-
-@triton.jit
-def _gradients(grad, up, gate, GATE: tl.constexpr):
-    if GATE == "mul":
-        return grad * gate, grad * up
-    else:
-        return grad, grad
-
-
-@triton.jit
-def _places(
-    token, column, key_ptr, value_ptr, columns, batch, key_s, key_b, key_n, value_s, value_b, value_n,
-    NOPE: tl.constexpr, V: tl.constexpr,
-):  # fmt: skip
-    """Where a column lies: in its head's key, then its value; with NOPE = 0 in a row of one tensor, `key_ptr`."""
-    if NOPE == 0:
-        return key_ptr + token * columns + column
-    else:
-        position, sample = token // batch, token % batch
-        head, within = column // (NOPE + V), column % (NOPE + V)
-        key_at = key_ptr + position * key_s + sample * key_b + (head * key_n + within)
-        value_at = value_ptr + position * value_s + sample * value_b + (head * value_n + within - NOPE)
-        return tl.where(within < NOPE, key_at, value_at)
 
 
 @triton.jit
 def _forward(
     up_ptr, gate_ptr, index_ptr, weight_ptr, bias_ptr, key_ptr, value_ptr, mean_ptr, rstd_ptr, columns, eps,
     batch, key_s, key_b, key_n, value_s, value_b, value_n,
-    GATE: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr, NOPE: tl.constexpr, V: tl.constexpr,
+    GATE: tl.constexpr, NORM: tl.constexpr, GIVEN: tl.constexpr, BLOCK: tl.constexpr, NOPE: tl.constexpr,
+    V: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -74,17 +55,21 @@ def _forward(
     row = tl.load(index_ptr + token)
     up = tl.load(up_ptr + token * columns + column, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + row * columns + column, mask=mask, other=0.0).to(tl.float32)
-    out = _combine(up, gate, GATE)
+    out = combine(up, gate, GATE)
     if NORM:
-        mean = tl.sum(out, axis=0) / columns
-        centred = tl.where(mask, out - mean, 0.0)
-        rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, axis=0) / columns + eps)
+        if GIVEN:
+            mean, rstd = tl.load(mean_ptr + token), tl.load(rstd_ptr + token)
+            centred = out - mean
+        else:
+            mean = tl.sum(out, axis=0) / columns
+            centred = tl.where(mask, out - mean, 0.0)
+            rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, axis=0) / columns + eps)
+            tl.store(mean_ptr + token, mean)
+            tl.store(rstd_ptr + token, rstd)
         weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
         bias = tl.load(bias_ptr + column, mask=mask, other=0.0).to(tl.float32)
         out = centred * rstd * weight + bias
-        tl.store(mean_ptr + token, mean)
-        tl.store(rstd_ptr + token, rstd)
-    at = _places(
+    at = places(
         token, column, key_ptr, value_ptr, columns, batch, key_s, key_b, key_n, value_s, value_b, value_n, NOPE, V
     )
     tl.store(at, out.to(key_ptr.dtype.element_ty), mask=mask)
@@ -103,11 +88,11 @@ def _token_and_row(order_ptr, index_ptr, place, tokens):
 
 @triton.jit
 def _backward(
-    key_ptr, value_ptr, up_ptr, gate_ptr, index_ptr, order_ptr, starts_ptr, weight_ptr, mean_ptr, rstd_ptr,
-    grad_up_ptr, grad_gate_ptr, piece_ptr, grad_weight_ptr, grad_bias_ptr, tokens, columns,
+    key_ptr, value_ptr, up_ptr, gate_ptr, index_ptr, order_ptr, starts_ptr, weight_ptr, mean_ptr, rstd_ptr, sums_ptr,
+    all_columns, grad_up_ptr, grad_gate_ptr, piece_ptr, grad_weight_ptr, grad_bias_ptr, tokens, columns,
     batch, key_s, key_b, key_n, value_s, value_b, value_n,
-    GATE: tl.constexpr, NORM: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
-    NOPE: tl.constexpr, V: tl.constexpr,
+    GATE: tl.constexpr, NORM: tl.constexpr, GIVEN: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    FULL: tl.constexpr, NOPE: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -120,7 +105,7 @@ def _backward(
     # the next token is read while this one is computed, and the place of the one behind it: memory is far
     token, row = _token_and_row(order_ptr, index_ptr, block * TOKENS, tokens)
     next_token, next_row = _token_and_row(order_ptr, index_ptr, block * TOKENS + 1, tokens)
-    at = _places(
+    at = places(
         token, column, key_ptr, value_ptr, columns, batch, key_s, key_b, key_n, value_s, value_b, value_n, NOPE, V
     )
     grad_read = tl.load(at, mask=mask, other=0.0)
@@ -134,7 +119,7 @@ def _backward(
         this_token, this_row = token, row
         token, row = next_token, next_row
         next_token, next_row = _token_and_row(order_ptr, index_ptr, place + 2, tokens)
-        at = _places(
+        at = places(
             token, column, key_ptr, value_ptr, columns, batch, key_s, key_b, key_n, value_s, value_b, value_n, NOPE, V
         )
         grad_read = tl.load(at, mask=mask, other=0.0)
@@ -142,15 +127,18 @@ def _backward(
         gate_read = tl.load(gate_ptr + row * columns + column, mask=mask, other=0.0)
         if NORM:
             mean, rstd = tl.load(mean_ptr + this_token), tl.load(rstd_ptr + this_token)
-            normed = (_combine(up, gate, GATE) - mean) * rstd
+            normed = (combine(up, gate, GATE) - mean) * rstd
             if not FULL:
                 normed = tl.where(mask, normed, 0.0)
             grad_weight += grad * normed
             grad_bias += grad
             grad = grad * weight
-            total, along = tl.reduce((grad, grad * normed), 0, _add_both)
-            grad = (grad - total / columns - normed * (along / columns)) * rstd
-        grad_up, grad_gate = _gradients(grad, up, gate, GATE)
+            if GIVEN:
+                total, along = tl.load(sums_ptr + this_token), tl.load(sums_ptr + tokens + this_token)
+            else:
+                total, along = tl.reduce((grad, grad * normed), 0, _add_both)
+            grad = (grad - total / all_columns - normed * (along / all_columns)) * rstd
+        grad_up, grad_gate = derivatives(grad, up, gate, GATE)
         tl.store(
             grad_up_ptr + this_token * columns + column, grad_up.to(grad_up_ptr.dtype.element_ty), mask=mask & there
         )
@@ -196,19 +184,6 @@ def _join_pieces(
         tl.store(grad_gate_ptr + row * columns + column, total.to(grad_gate_ptr.dtype.element_ty), mask=mask)
 
 
-def _warps(columns: int, of_one: int) -> int:
-    """Warps of a program, `of_one` columns each: measured best at 1536 and 4096 columns."""
-    return min(max(triton.next_power_of_2(columns) // of_one, 1), 16)
-
-
-class KeysAndValues(NamedTuple):
-    """Keys [S,B,H,K], whose first columns are meant, and values [S,B,H,D], or gradients of both; rows contiguous."""
-
-    key_SBHK: Tensor
-    value_SBHD: Tensor
-    nope: int  # columns of a key without position
-
-
 class Saved(NamedTuple):
     """What the forward pass hands to the backward pass."""
 
@@ -229,39 +204,34 @@ class GateGradients(NamedTuple):
     bias_N: Tensor | None
 
 
-def _layout(where: Tensor | KeysAndValues) -> tuple[tuple[Any, ...], tuple[int, ...], dict[str, int]]:
-    """(pointers, batch and strides, widths) for the kernels."""
-    if isinstance(where, Tensor):
-        return (where, where), (1,) * 7, {"NOPE": 0, "V": 0}
-    key, value, nope = where
-    if nope < 1:
-        raise ValueError(f"KeysAndValues.nope: got {nope}, allowed 1 and more columns without position")
-    strides = (*key.stride()[:3], *value.stride()[:3])
-    return (key, value), (key.shape[1], *strides), {"NOPE": nope, "V": value.shape[3]}
-
-
 def gate_forward(
     up_TN: Tensor, gate_UN: Tensor, row_map: Tensor, weight_N: Tensor | None, bias_N: Tensor | None, eps: float,
-    gate: str, into: Tensor | KeysAndValues,
+    gate: str, into: Tensor | KeysAndValues, group: ProcessGroup | None = None,
 ) -> Saved:  # fmt: skip
-    """Gate and LayerNorm, as `gate_heads_cuda.gate_norm`, written to `into`."""
-    if gate not in KERNEL_GATES:
-        raise ValueError(
-            f"gate: got {gate!r}, allowed {', '.join(KERNEL_GATES)}; teach _combine and _gradients the new one"
-        )
+    """Gate and LayerNorm, as `gate_heads_cuda.gate_norm`, written to `into`.
+
+    group: ranks that share the columns, as many each; None: this rank has them all.
+    """
+    refuse_unknown(gate)
     up_TN, gate_UN = up_TN.contiguous(), gate_UN.contiguous()
     tokens, columns = up_TN.shape
-    mean_T, rstd_T = up_TN.new_empty(2, tokens, dtype=torch.float32)
-    pointers, strides, widths = _layout(into)
+    given = weight_N is not None and group is not None and group.size() > 1
+    if given and group is not None:
+        mean_T, rstd_T = shared_statistics(up_TN, gate_UN, row_map, eps, gate, group)
+    else:
+        mean_T, rstd_T = up_TN.new_empty(2, tokens, dtype=torch.float32)
+    pointers, strides, widths = layout(into)
     _forward[(tokens,)](
         up_TN, gate_UN, row_map, weight_N, bias_N, *pointers, mean_T, rstd_T, columns, eps, *strides,
-        GATE=gate, NORM=weight_N is not None, BLOCK=triton.next_power_of_2(columns), **widths,
-        num_warps=_warps(columns, 1024),
+        GATE=gate, NORM=weight_N is not None, GIVEN=given, BLOCK=triton.next_power_of_2(columns), **widths,
+        num_warps=warps(columns, 1024),
     )  # fmt: skip
     return Saved(up_TN, gate_UN, row_map, weight_N, mean_T, rstd_T)
 
 
-def gate_backward(saved: Saved, gate: str, gradients: Tensor | KeysAndValues) -> GateGradients:
+def gate_backward(
+    saved: Saved, gate: str, gradients: Tensor | KeysAndValues, group: ProcessGroup | None = None
+) -> GateGradients:
     """Of what `gate_forward` read, by the gradients of what it wrote."""
     up_TN, gate_UN, row_map, weight, mean_T, rstd_T = saved
     tokens, columns = up_TN.shape
@@ -270,12 +240,16 @@ def gate_backward(saved: Saved, gate: str, gradients: Tensor | KeysAndValues) ->
     grad_up_TN, grad_gate_UN = torch.empty_like(up_TN), torch.empty_like(gate_UN)
     pieces_P2N = up_TN.new_empty(blocks, 2, columns, dtype=torch.float32)
     partial_2PN = None if weight is None else up_TN.new_empty(2, blocks, columns, dtype=torch.float32)
-    pointers, strides, widths = _layout(gradients)
+    pointers, strides, widths = layout(gradients)
+    sums_2T, all_columns = None, columns
+    if weight is not None and group is not None and group.size() > 1:
+        sums_2T = shared_sums(gradients, up_TN, gate_UN, row_map, weight, mean_T, rstd_T, gate, group)
+        all_columns *= group.size()
     _backward[(blocks,)](
-        *pointers, up_TN, gate_UN, *rows, weight, mean_T, rstd_T,
+        *pointers, up_TN, gate_UN, *rows, weight, mean_T, rstd_T, sums_2T, all_columns,
         grad_up_TN, grad_gate_UN, pieces_P2N, *(partial_2PN if partial_2PN is not None else (None, None)),
-        tokens, columns, *strides, GATE=gate, NORM=weight is not None, TOKENS=BLOCK_TOKENS, BLOCK=width,
-        FULL=width == columns, **widths, num_warps=_warps(columns, 512),
+        tokens, columns, *strides, GATE=gate, NORM=weight is not None, GIVEN=sums_2T is not None,
+        TOKENS=BLOCK_TOKENS, BLOCK=width, FULL=width == columns, **widths, num_warps=warps(columns, 512),
     )  # fmt: skip
     _sum_crossing_rows(rows, pieces_P2N, grad_gate_UN)
     if weight is None or partial_2PN is None:

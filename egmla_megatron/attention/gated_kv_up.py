@@ -34,7 +34,7 @@ class Gate:
 
     combine: Callable[[Tensor, Tensor], Tensor]  # (latent, gate) -> gated
     gradients: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # (gradient, latent, gate) -> of both
-    kernel: str | None = None  # its name in gate_norm_cuda; None: by single operations on GPUs too
+    kernel: str | None = None  # its name in gate_parts_cuda; None: by single operations on GPUs too
 
 
 class GateInput(NamedTuple):
@@ -171,24 +171,24 @@ class GatedKVUp(MegatronModule):
         # sum of the table's gradient at W = 1, adds the ranks' parts
         gate_UN = F.linear(self.gate_input.rows_UD, self.gate_proj_weight)
         row_map = self.gate_input.row_map
-        # heads on several ranks share statistics, which no kernel can
-        if self.config.triton_kernels and self.gate.kernel and row_map is not None and self.tp_group.size() == 1:
+        if self.config.triton_kernels and self.gate.kernel and row_map is not None:
             return self._fused(up_SBN, gate_UN, row_map, self.gate.kernel, heads)
         kv_SBN = self._norm(gate_by_row(up_SBN, gate_UN, row_map, self.gate))
         return (kv_SBN, None) if heads is None else heads.split(kv_SBN)
 
     def _fused(self, up_SBN: Tensor, gate_UN: Tensor, row_map: Tensor, gate: str, heads: HeadsInput | None) -> Any:
         weight, bias = (self.gate_norm_weight, self.gate_norm_bias) if self.config.gate_norm else (None, None)
-        eps = self.config.gate_norm_eps
+        eps, group = self.config.gate_norm_eps, self.tp_group
         if heads is None:
             from egmla_megatron.attention.gate_heads_cuda import gate_norm
 
-            return gate_norm(up_SBN.flatten(0, 1), gate_UN, row_map, weight, bias, eps, gate).view_as(up_SBN), None
+            kv_TN = gate_norm(up_SBN.flatten(0, 1), gate_UN, row_map, weight, bias, eps, gate, group)
+            return kv_TN.view_as(up_SBN), None
         from egmla_megatron.attention.gate_heads_cuda import gate_heads
 
         return gate_heads(
             heads.q, up_SBN, gate_UN, heads.rope_SBR, weight, bias, row_map, heads.angles_SR, eps, gate, heads.heads,
-            heads.sizes,
+            heads.sizes, group,
         )  # fmt: skip
 
     def _norm(self, x_SBN: Tensor) -> Tensor:

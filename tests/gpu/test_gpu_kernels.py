@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
+from tests.dist.harness import start
 from tests.kernels import (
     gradients,
     in_float64,
@@ -161,3 +164,9 @@ def test_gate_heads(
         assert_close(mine, theirs, ERROR[dtype])
     again = gradients(run(gate_heads, arguments), leaves(arguments))
     assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+
+
+def test_gate_with_heads_on_two_ranks(tmp_path: Path) -> None:
+    """Which may share the GPU; fp32 and bf16."""
+    output = start(2, ["tests/dist/gate_over_tp_worker.py"], tmp_path / "log").succeed()
+    assert output.count("gate over ranks: all compared") == 2

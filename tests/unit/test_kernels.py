@@ -21,7 +21,7 @@ if torch.cuda.is_available():
     pytest.skip("there is a GPU: tests/gpu has these", allow_module_level=True)
 
 from egmla_megatron.attention.gate_heads_cuda import gate_heads, gate_norm
-from egmla_megatron.attention.gate_norm_cuda import KERNEL_GATES
+from egmla_megatron.attention.gate_parts_cuda import KERNEL_GATES
 from egmla_megatron.attention.head_sizes import HeadSizes
 from egmla_megatron.attention.latent_norm_cuda import TILE, TILES, latent_norm
 from egmla_megatron.attention.split_heads_cuda import split_heads

@@ -9,11 +9,13 @@ import torch
 
 from egmla_megatron.config.check import Layout
 from egmla_megatron.config.schema import RunConfig
+from egmla_megatron.environment import whole_number
 from egmla_megatron.errors import UserError
 from egmla_megatron.parallel.child_processes import kill_children, stop_with_launcher
 from egmla_megatron.parallel.liveness import PeerWatch
 from egmla_megatron.parallel.world import close_world, open_world
 from egmla_megatron.report.cpu_memory import resident_mib
+from egmla_megatron.train.build_lock import clear_abandoned_build
 from egmla_megatron.train.loop import Trainer
 from egmla_megatron.train.setup import claim, prepare
 from egmla_megatron.train.signals import StopRequest
@@ -34,6 +36,8 @@ def train(cfg: RunConfig, layout: Layout) -> int:
         UserError: something the user can mend; nothing that was saved is lost.
     """
     stop_with_launcher()
+    if whole_number("LOCAL_RANK", 0, 0) == 0:
+        clear_abandoned_build(cfg)
     process_mib = resident_mib()
     world = open_world(cfg, layout)
     watch = PeerWatch(

@@ -10,13 +10,21 @@ from egmla_megatron.checkpoint.manifest import (
     damaged_checkpoints,
     describe_damaged,
     find_checkpoint,
+    passed_over,
     warn_of_passed_over,
 )
 from egmla_megatron.config.load import architecture, architecture_difference
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.errors import UserError
 
-__all__ = ["check_compatible", "choose_checkpoint", "own_checkpoints", "warn_of_damaged", "where_it_resumes"]
+__all__ = [
+    "check_compatible",
+    "choose_checkpoint",
+    "left_out",
+    "own_checkpoints",
+    "warn_of_damaged",
+    "where_it_resumes",
+]
 
 
 def own_checkpoints(cfg: RunConfig) -> Path:
@@ -30,6 +38,13 @@ def warn_of_damaged(cfg: RunConfig) -> None:
         warn_of_passed_over(own_checkpoints(cfg))
     elif cfg.checkpoint.load:
         find_checkpoint(Path(cfg.checkpoint.load))
+
+
+def left_out(cfg: RunConfig) -> list[str]:
+    """Names of the run's own checkpoints that `choose_checkpoint` passes over, with the reasons, oldest first."""
+    if cfg.checkpoint.resume == "never":
+        return []
+    return [f"{path.name}: {why}" for path, why in passed_over(own_checkpoints(cfg)).items()]
 
 
 def choose_checkpoint(cfg: RunConfig) -> Path | None:

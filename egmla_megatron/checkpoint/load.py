@@ -46,15 +46,13 @@ READ_ERRORS: tuple[type[BaseException], ...] = (
 def load_checkpoint(
     cfg: RunConfig, world: World, built: BuiltModel, optimizer: Any, path: Path, data_fingerprint: str
 ) -> Manifest:
-    """Load weights, optimizer and random generators. Every rank calls it.
+    """Load weights, optimizer and random generators. Every rank calls it; train/setup.py has looked for changed bytes.
 
     The generators belong to ranks: under another layout they are seeded anew, differently for every step. A checkpoint
     of weights alone leaves the optimizer fresh.
     """
     manifest = read_manifest(path)
     check_compatible(cfg, path, manifest, data_fingerprint)
-    if cfg.checkpoint.verify:
-        refuse_changed(path, world)
     if manifest.weights_only:
         _read_weights(built, world, path)
         optimizer.reload_model_params()  # its fp32 copies

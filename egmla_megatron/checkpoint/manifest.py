@@ -1,7 +1,8 @@
 """What a checkpoint folder says about itself, and which folders are complete.
 
 RUN_DIR/checkpoints/step_00000040/ holds megatron-core's distributed checkpoint, `manifest.json`, and, written
-last, `COMPLETE`. A save in progress is called step_00000040.incomplete until then.
+last, `COMPLETE`. A save in progress is called step_00000040.incomplete until then. A complete one whose bytes were
+found changed gets the file `DAMAGED`, with the reason in it: from then on it counts as damaged for every reader.
 """
 
 from __future__ import annotations
@@ -30,16 +31,19 @@ __all__ = [
     "find_checkpoint",
     "is_complete",
     "mark_complete",
+    "mark_damaged",
     "passed_over",
     "prune",
     "read_manifest",
     "seal",
     "step_of",
+    "warn_of",
     "warn_of_passed_over",
 ]
 
 FORMAT = 1
 MARKER = "COMPLETE"
+DAMAGED = "DAMAGED"
 NAME = re.compile(r"^step_(\d{8,})$")
 
 
@@ -106,6 +110,21 @@ def seal(temporary: Path, manifest: Manifest) -> None:
     _sync(temporary)
 
 
+def mark_damaged(path: Path, why: str) -> None:
+    """Let no start and no other reader take this checkpoint for whole again; putting back a copy ends it.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    try:
+        _write_synced(path / DAMAGED, f"{why}; after putting back a copy delete the file {DAMAGED}")
+    except OSError as error:
+        raise UserError(
+            f"checkpoint: {path} is damaged ({why}) and cannot be marked so ({error.strerror}); rename it to go on "
+            "from the checkpoint before it"
+        ) from error
+
+
 def _sync(path: Path) -> None:
     """Flush a file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -117,7 +136,7 @@ def _sync(path: Path) -> None:
 
 def damage_of(path: Path) -> str:
     """Why a checkpoint folder cannot be used, in a few words; empty: the marker belongs to the manifest, and every data
-    file has the size that the manifest says."""
+    file has the size that the manifest says, and nobody has marked it."""
     try:
         return _damage_of(path)
     except OSError as error:
@@ -125,6 +144,8 @@ def damage_of(path: Path) -> str:
 
 
 def _damage_of(path: Path) -> str:
+    if (path / DAMAGED).is_file():
+        return (path / DAMAGED).read_text(errors="replace").strip() or f"{DAMAGED} is there"
     for name in (MARKER, "manifest.json"):
         if not (path / name).is_file():
             return f"{name} is missing"
@@ -175,7 +196,12 @@ def warn_of_passed_over(root: Path) -> None:
     if whole_number("RANK", 0, 0):
         return
     for path, why in passed_over(root).items():
-        print(f"warning: checkpoint: {path} is damaged and passed over ({why})", file=sys.stderr, flush=True)
+        warn_of(path, why)
+
+
+def warn_of(path: Path, why: str) -> None:
+    """Name a checkpoint that is passed over, on stderr."""
+    print(f"warning: checkpoint: {path} is damaged and passed over ({why})", file=sys.stderr, flush=True)
 
 
 def describe_damaged(damaged: Mapping[Path, str]) -> str:

@@ -20,7 +20,7 @@ from egmla_megatron.checkpoint.stored import Window
 from egmla_megatron.errors import UserError
 from egmla_megatron.parallel.world import World
 
-__all__ = ["changed_pieces", "refuse_changed"]
+__all__ = ["changed_pieces", "describe_changed", "refuse_changed"]
 
 # what a changed byte does to a reader of zip archives, besides a wrong checksum
 _BROKEN = (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, NotImplementedError, RuntimeError)
@@ -51,18 +51,31 @@ def _piece(file: Any, start: int, length: int) -> io.BufferedReader:
     return io.BufferedReader(Window(file, start, length), buffer_size=1 << 20)
 
 
-def refuse_changed(folder: Path, world: World) -> None:
-    """Look at every piece, each rank at its share. Called by every rank.
+def describe_changed(folder: Path, world: World) -> str:
+    """Look at every piece, each rank at its share: what changed, in words, the same on every rank; empty: nothing did.
 
-    Raises:
-        UserError: on every rank, where one of them found something.
+    Called by every rank.
     """
     found: list[Any] = [None] * world.size
     dist.all_gather_object(found, changed_pieces(folder, world.rank, world.size), group=world.control)
     changed = [name for names in found for name in names]
+    if not changed:
+        return ""
+    return (
+        f"{', '.join(sorted(set(changed))[:4])}: {len(set(changed))} files with {len(changed)} pieces that are not as "
+        "they were written"
+    )
+
+
+def refuse_changed(folder: Path, world: World) -> None:
+    """Called by every rank.
+
+    Raises:
+        UserError: on every rank, where one of them found something.
+    """
+    changed = describe_changed(folder, world)
     if changed:
         raise UserError(
-            f"checkpoint: {folder} is damaged ({', '.join(sorted(set(changed))[:4])}: {len(set(changed))} files with "
-            f"{len(changed)} pieces that are not as they were written), allowed one that is whole; rename it to go on "
-            "from the checkpoint before it, or put back a copy (checkpoint.verify=false loads it as it is)"
+            f"checkpoint: {folder} is damaged ({changed}), allowed one that is whole; give another one, or put back a "
+            "copy (checkpoint.verify=false: the trainer loads it as it is)"
         )

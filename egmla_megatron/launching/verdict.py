@@ -40,9 +40,11 @@ def close_launch(launch: Launch, code: int, caught: int, tail: RunTail, said: st
     """
     mine = tail.since(launch.started_unix_s)
     reached = max((record["step"] for record in (*mine.starts, *mine.steps)), default=launch.from_step)
+    begun = mine.starts[0]["step"] if mine.starts else launch.from_step  # less, where the newest one was damaged
     stopped_by = next((int(end.get("signal") or 0) for end in reversed(mine.ends)), 0)
     closed = replace(
         launch,
+        from_step=begun,
         ended_unix_s=time.time(),
         code=code,
         outcome=_outcome(code, caught, stopped_by, bool(mine.ends), checks),

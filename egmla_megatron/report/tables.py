@@ -106,7 +106,9 @@ def restarts(metrics: RunMetrics) -> str:
             ]
         )
     table = markdown(["start", "steps done before", "resumed from", "ranks", "time (UTC)"], rows)
-    return f"{table}\n\nSteps whose work was lost to a restart: {metrics.lost_steps}."
+    lost = f"{table}\n\nSteps whose work was lost to a restart: {metrics.lost_steps}."
+    damaged = dict.fromkeys(each for start in metrics.starts for each in start.get("passed_over") or ())
+    return lost + "".join(f"\n\nDamaged and passed over: {each}." for each in damaged)
 
 
 def _attention(cfg: RunConfig) -> str:

@@ -31,6 +31,7 @@ EVENTS: dict[str, dict[str, str]] = {
         "step": "optimizer steps done",
         "total_steps": "of the whole run",
         "resumed_from": "checkpoint folder, or empty",
+        "passed_over": "newer checkpoints of the run that are damaged, each with the reason",
         "world_size": "ranks",
         "device": "name of the card, or cpu",
         "implementation": "whose layers: te or torch",

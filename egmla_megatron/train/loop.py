@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from egmla_megatron.checkpoint.choose import left_out
 from egmla_megatron.checkpoint.save import Saver
 from egmla_megatron.data.batch import Batch
 from egmla_megatron.data.blend import tokenizer_sha256
@@ -270,6 +271,7 @@ class Trainer:
                 "step": self.step,
                 "total_steps": self.cfg.total_steps,
                 "resumed_from": self.run_.resumed_from,
+                "passed_over": left_out(self.cfg),
                 "world_size": self.world.size,
                 "device": device_name(self.world.device),
                 "implementation": self.run_.built.implementation,

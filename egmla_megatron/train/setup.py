@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -11,8 +12,10 @@ import torch
 import torch.distributed as dist
 
 from egmla_megatron.attention.gate_ids import GatePlan
-from egmla_megatron.checkpoint.choose import choose_checkpoint, warn_of_damaged
+from egmla_megatron.checkpoint.choose import choose_checkpoint, own_checkpoints, warn_of_damaged
 from egmla_megatron.checkpoint.load import load_checkpoint
+from egmla_megatron.checkpoint.manifest import mark_damaged, read_manifest, warn_of
+from egmla_megatron.checkpoint.verify import describe_changed, refuse_changed
 from egmla_megatron.config.check import Layout
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.data.batch import Batch, DataShare, batch_iterator
@@ -23,7 +26,7 @@ from egmla_megatron.model.build import BuiltModel, build_model
 from egmla_megatron.parallel.world import World, seed_everything
 from egmla_megatron.train.lock import lock_run_dir
 from egmla_megatron.train.optimizer import build_optimizer, build_schedule, wrap_ddp
-from egmla_megatron.train.resume import nothing_to_train
+from egmla_megatron.train.resume import check_same_order, nothing_to_train
 from egmla_megatron.train.run_dir import write_config
 
 __all__ = [
@@ -65,16 +68,43 @@ class Claim:
 
 
 def claim(cfg: RunConfig, world: World) -> Claim:
-    """Make the run folder this job's own, choose its checkpoint. Called by every rank, which all get rank 0's answer:
-    another rank may not see a fresh folder or line on a shared disk yet.
+    """Make the run folder this job's own, choose its newest whole checkpoint. Called by every rank, which all get
+    rank 0's answer: another rank may not see a fresh folder or line on a shared disk yet.
+
+    A checkpoint of the run whose bytes changed is marked, and the one before it chosen: a run that nobody watches loses
+    some steps by it, not the time until somebody looks.
 
     Raises:
         UserError: on every rank; another job is there, or no checkpoint can be used.
     """
-    mine = together(world, lambda: _claim(cfg) if world.is_first else Claim(None, None, ""))
+    claimed = _first_s_answer(world, lambda: _claim(cfg))
+    while cfg.checkpoint.verify and claimed.checkpoint is not None and not claimed.complete:
+        path = claimed.checkpoint
+        if path.parent != own_checkpoints(cfg):
+            refuse_changed(path, world)  # somebody has just named it, and may name another
+            break
+        why = describe_changed(path, world)
+        if not why:
+            break
+        claimed = _first_s_answer(world, partial(_pass_over, cfg, claimed.lock, path, why))
+    return claimed
+
+
+def _first_s_answer(world: World, action: Callable[[], Claim]) -> Claim:
+    mine = together(world, lambda: action() if world.is_first else Claim(None, None, ""))
     answer: list[Any] = [mine.checkpoint, mine.complete]
     dist.broadcast_object_list(answer, src=0, group=world.control)
     return Claim(mine.lock, *answer)
+
+
+def _pass_over(cfg: RunConfig, lock: IO[str] | None, path: Path, why: str) -> Claim:
+    """The claim without the checkpoint `path`, which every later start passes over as well."""
+    mark_damaged(path, why)
+    warn_of(path, why)
+    checkpoint = choose_checkpoint(cfg)
+    if checkpoint is not None:
+        check_same_order(cfg, checkpoint, read_manifest(checkpoint))
+    return Claim(lock, checkpoint, nothing_to_train(cfg, checkpoint))
 
 
 def prepare(cfg: RunConfig, world: World, claimed: Claim) -> Prepared:

@@ -159,19 +159,27 @@ def weights(run: Path, step: int) -> list[Any]:
 
 
 def test_damaged_checkpoints_are_named_and_never_begun_anew_over(tmp_path: Path, trained: Path) -> None:
-    """A changed byte of the newest, five bytes less of it, five bytes less of the other, too."""
+    """A changed byte of the newest, five bytes less of it, five bytes less of the other, too. Another run, to which a
+    person has named the changed one, is refused."""
     config, run = continued(tmp_path, trained)
     newest, older = (run / f"checkpoints/step_{step:08d}" for step in (4, 2))
     data = next(newest.glob("*.distcp"))
     content = bytearray(data.read_bytes())
     content[content.index(b"PK\x07\x08") - 5] ^= 1  # before the record that follows the contents of an entry
     data.write_bytes(content)
-    job = start_trainer(1, tmp_path / "changed.log", config, "train.steps=5")
-    assert job.wait() == 2 and f"step_00000004 is damaged ({data.name}: 1 files with 1 pieces" in job.output
+    named = start_trainer(1, tmp_path / "named.log", write_run(tmp_path, "other")[0], f"checkpoint.load={newest}")
+    assert named.wait() == 2 and f"{newest} is damaged ({data.name}: 1 files with 1 pieces" in named.output
+    short = ["train.steps=5", "train.exit_after_steps=1", "checkpoint.at_end=false", "checkpoint.interval_steps=0"]
+    output = start_trainer(2, tmp_path / "changed.log", config, *short, "parallel.gate_group=2").succeed()
+    warning = f"warning: checkpoint: {newest} is damaged and passed over ({data.name}: 1 files with 1 pieces"
+    assert output.count(warning) == 1 and "start    step 2 of 5, resuming" in output
+    (left,) = events(run, "start")[-1]["passed_over"]
+    assert left.startswith(f"{newest.name}: {data.name}") and checkpoints(run) == [2]
+    (newest / "DAMAGED").unlink()
     os.truncate(data, len(content) - 5)
-    job = start_trainer(1, tmp_path / "newest.log", config, "train.steps=3", "checkpoint.at_end=false")
+    job = start_trainer(1, tmp_path / "newest.log", config, *short)
     warning = f"warning: checkpoint: {newest} is damaged and passed over ({data.name} has"
-    assert job.succeed().count(warning) == 1 and "start    step 2 of 3, resuming" in job.output
+    assert job.succeed().count(warning) == 1 and "start    step 2 of 5, resuming" in job.output
     other = next(older.glob("*.distcp"))
     os.truncate(other, other.stat().st_size - 5)
     job = start_trainer(1, tmp_path / "both.log", config, "train.steps=5")

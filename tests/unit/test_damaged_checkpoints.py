@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from egmla_megatron.checkpoint.choose import choose_checkpoint, warn_of_damaged
-from egmla_megatron.checkpoint.manifest import checkpoint_path, damage_of, find_checkpoint
+from egmla_megatron.checkpoint.choose import choose_checkpoint, left_out, warn_of_damaged
+from egmla_megatron.checkpoint.manifest import checkpoint_path, damage_of, find_checkpoint, mark_damaged, prune
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.errors import UserError
 from tests.tiny import tiny_run
@@ -90,6 +90,27 @@ def test_a_damaged_one_to_load_is_named(tmp_path: Path, capsys: pytest.CaptureFi
     cfg = tiny_run(folder=cfg.run.dir, checkpoint={"load": str(newer)})
     with pytest.raises(UserError, match=r"step_00000005 is damaged \(data has"):
         choose_checkpoint(cfg)
+
+
+def test_a_marked_one_is_passed_over_and_outlives_no_whole_one(tmp_path: Path) -> None:
+    """The marked newest must not count among those that are kept: the whole one before it would be deleted."""
+    cfg = run_with(tmp_path, 2, 4, 6)
+    mark_damaged(path_of(cfg, 6), "data: 1 files with 1 pieces that are not as they were written")
+    assert choose_checkpoint(cfg) == path_of(cfg, 4)
+    (line,) = left_out(cfg)
+    assert line.startswith("step_00000006: data: 1 files with 1 pieces") and "putting back a copy" in line
+    save(Path(cfg.run.dir) / "checkpoints", 5)
+    assert prune(Path(cfg.run.dir) / "checkpoints", 1, 0) == [path_of(cfg, 2), path_of(cfg, 4)]
+    assert choose_checkpoint(cfg) == path_of(cfg, 5)
+    save(Path(cfg.run.dir) / "checkpoints", 6)  # the run came there again
+    assert choose_checkpoint(cfg) == path_of(cfg, 6) and left_out(cfg) == []
+
+
+def test_one_that_cannot_be_marked_is_named(tmp_path: Path) -> None:
+    path = save(tmp_path, 2)
+    (path / "DAMAGED").mkdir()
+    with pytest.raises(UserError, match=r"step_00000002 is damaged \(bytes\) and cannot be marked.*rename it"):
+        mark_damaged(path, "bytes")
 
 
 def test_a_save_that_was_cut_off_is_no_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -97,6 +97,13 @@ def test_what_an_end_means(code: int, caught: int, stopped_by: int, checks: bool
     assert judge([closed]).code == verdict
 
 
+def test_a_launch_that_passed_over_a_damaged_checkpoint_began_at_the_one_before() -> None:
+    done = {"step": 3, "unix_time_s": 150.0}
+    of_run = tail(starts=[{"step": 2, "unix_time_s": 110.0}], steps=[done], ends=[done | {"signal": signal.SIGTERM}])
+    saved = close_launch(launch("", 0, from_step=4, ended_unix_s=0.0), 143, 0, of_run, "")
+    assert (saved.from_step, saved.reached) == (2, 3) and "and saved" in judge([saved]).sentence
+
+
 def test_three_crashes_at_the_same_step_stop_and_others_do_not() -> None:
     same = [launch("crash", 17, 10)] * 3
     verdict = judge(same)

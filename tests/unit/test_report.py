@@ -232,6 +232,15 @@ def test_report_files_and_tables(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.tmp"))
 
 
+def test_damaged_checkpoints_that_a_start_passed_over_are_named_once(tmp_path: Path) -> None:
+    records = _interrupted()
+    for record in records:
+        if record["kind"] == "start":
+            record["passed_over"] = ["step_00000012: data has 13 bytes of 18"]
+    text = write_report(_run(tmp_path, records)).read_text()
+    assert text.count("Damaged and passed over: step_00000012: data has 13 bytes of 18.") == 1
+
+
 def test_a_run_without_evaluation_or_restart(tmp_path: Path) -> None:
     text = write_report(_run(tmp_path, [_start(0, None), _step(1, 5.0)])).read_text()
     assert "The run was not interrupted." in text

@@ -11,7 +11,7 @@ from typing import Any
 
 from egmla_megatron.errors import UserError
 
-__all__ = ["FILE", "Launch", "RunTail", "read_launches", "read_tail", "record_end", "record_start"]
+__all__ = ["FILE", "Launch", "RunTail", "count_starts", "read_launches", "read_tail", "record_end", "record_start"]
 
 FILE = "launches.jsonl"
 _TAIL_BYTES = 1 << 20  # of metrics.jsonl: thousands of steps
@@ -123,6 +123,23 @@ class RunTail:
         """When the last record was written, 0: there is none."""
         lists = (self.starts, self.steps, self.evals, self.checkpoints, self.ends)
         return max((series[-1]["unix_time_s"] for series in lists if series), default=0.0)
+
+
+def count_starts(run_dir: Path) -> int:
+    """How often training began, of all of RUN_DIR/metrics.jsonl: a second for millions of steps."""
+    path = run_dir / "metrics.jsonl"
+    if not path.is_file():
+        return 0
+    with path.open("rb") as file:
+        return sum(1 for line in file if b'"start"' in line and _kind(line) == "start")
+
+
+def _kind(line: bytes) -> str:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return ""  # cut short
+    return str(record.get("kind", "")) if isinstance(record, dict) else ""
 
 
 def read_tail(run_dir: Path) -> RunTail:

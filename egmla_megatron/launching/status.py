@@ -13,7 +13,7 @@ from egmla_megatron.checkpoint.manifest import complete_checkpoints, damaged_che
 from egmla_megatron.config.load import load_config
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.errors import UserError
-from egmla_megatron.launching.ledger import Launch, RunTail, read_launches, read_tail
+from egmla_megatron.launching.ledger import Launch, RunTail, count_starts, read_launches, read_tail
 from egmla_megatron.train.sinks import format_duration
 
 __all__ = ["format_status", "read_status"]
@@ -55,7 +55,8 @@ def read_status(run_dir: str | Path, now: float | None = None) -> Status:
         "losses": [{"step": record["step"], "loss": record["loss"]} for record in steps[-5:]],
         "val": None if not tail.evals else {key: tail.evals[-1][key] for key in ("step", "val_loss", "val_ppl")},
         "skipped_steps": sum(bool(record.get("skipped")) for record in steps),
-        "restarts": max(len(launches), len(tail.starts)) - 1 if launches or tail.starts else 0,
+        "restarts": max(0, count_starts(folder) - 1),  # as in the report: starts of training behind the first
+        "launches_recorded": len(launches),  # those too that ended in their checks
         "launches": [asdict(launch) for launch in launches[-5:]],
         "checkpoints": [step_of(path) for path in checkpoints],
         "damaged_checkpoints": {path.name: why for path, why in damaged_checkpoints(folder / "checkpoints").items()},
@@ -141,7 +142,8 @@ def format_status(status: Mapping[str, Any], now: float | None = None) -> str:
     lines["checkpoints"] = f"{kept}; next {_next(status['next_checkpoint'])}"
     if status["damaged_checkpoints"]:
         lines["damaged"] = "; ".join(f"{name}: {why}" for name, why in status["damaged_checkpoints"].items())
-    lines["restarts"] = str(status["restarts"])
+    recorded = status["launches_recorded"]
+    lines["restarts"] = str(status["restarts"]) + (f" (launches recorded: {recorded})" if recorded else "")
     text = [f"{name:<12} {value}" for name, value in lines.items()]
     return "\n".join(text + [_launch_line(launch) for launch in status["launches"]])
 

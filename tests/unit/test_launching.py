@@ -1,8 +1,7 @@
-"""Decisions of the launch scripts: how a run fits the nodes, which nodes are wrong, what an end means, the status."""
+"""Decisions of the launch scripts: how a run fits the nodes, which nodes are wrong, what an end means."""
 
 from __future__ import annotations
 
-import json
 import signal
 import socket
 import threading
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 
 from egmla_megatron.config import load as load_module
-from egmla_megatron.config.load import dump_yaml, load_config
+from egmla_megatron.config.load import load_config
 from egmla_megatron.errors import UserError
 from egmla_megatron.launching import commands as commands_module
 from egmla_megatron.launching import facts as facts_module
@@ -23,10 +22,9 @@ from egmla_megatron.launching.compare import find_problems, find_warnings
 from egmla_megatron.launching.facts import gather_facts, node_name
 from egmla_megatron.launching.fit import fit_to_nodes
 from egmla_megatron.launching.last_words import last_words
-from egmla_megatron.launching.ledger import Launch, RunTail, read_launches, read_tail, record_end, record_start
+from egmla_megatron.launching.ledger import Launch, RunTail, read_launches, record_end, record_start
 from egmla_megatron.launching.links import rounds_of_pairs, slow_nodes
 from egmla_megatron.launching.meeting import Host, attend
-from egmla_megatron.launching.status import format_status, read_status
 from egmla_megatron.launching.verdict import AGAIN, close_launch, judge
 from tests.tiny import PLAIN, tiny_model, tiny_run
 
@@ -256,38 +254,3 @@ def test_links_are_measured_in_pairs_and_the_slow_node_is_named() -> None:
     rates = {(0, 1): 1.0, (1, 2): 0.1, (2, 3): 0.1, (3, 0): 1.0}
     assert slow_nodes(rates, 4) == {2: (0.1, 1.0)}
     assert slow_nodes({(0, 1): 0.1}, 2) == {} and slow_nodes(dict.fromkeys(rates, 1.0), 4) == {}
-
-
-def write_metrics(folder: Path, now: float) -> None:
-    cfg = tiny_run(folder=str(folder), train={"steps": 100}, checkpoint={"interval_steps": 20})
-    folder.mkdir(exist_ok=True)
-    (folder / "config.yaml").write_text(dump_yaml(cfg))
-    records: list[dict[str, Any]] = [{"kind": "start", "step": 0}]
-    records += [{"kind": "step", "step": step, "loss": 5.0 - step / 100, "step_time_s": 2.0} for step in range(1, 31)]
-    records += [{"kind": "eval", "step": 20, "val_loss": 4.9, "val_ppl": 130.0}, {"kind": "start", "step": 20}]
-    records += [{"kind": "step", "step": step, "loss": 4.0, "step_time_s": 2.0} for step in (21, 22, 23, 24, 25)]
-    lines = [json.dumps({**record, "unix_time_s": now - 60 + index}) for index, record in enumerate(records)]
-    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n" + '{"kind": "st')
-
-
-def test_the_status_of_a_run(tmp_path: Path) -> None:
-    now = time.time()
-    with pytest.raises(UserError, match=r"RUN_DIR: got .*no config\.yaml"):
-        read_status(tmp_path)
-    write_metrics(tmp_path, now)
-    record_start(tmp_path, launch("", 0, started_unix_s=now - 70, ended_unix_s=0.0))
-    status = read_status(tmp_path, now)
-    assert (status["state"], status["step"], status["restarts"]) == ("running", 25, 1)  # not 30: that work was lost
-    assert status["eta_s"] == 150.0 and status["next_checkpoint"] == {"step": 40, "in_s": 30.0}
-    assert status["tokens_per_second"] == 4 * 16 / 2.0
-    text = format_status(status, now)
-    assert "step 25 of 100 (25.0%), 0.002 M of 0.006 M tokens" in text
-    assert "0:02:30 to go" in text and "next at step 40 in 0:00:30" in text
-    assert "25: 4.0000" in text and "20: loss 4.9000" in text and "job 7, restart 0, 2 ranks on a, b" in text
-    assert "no sign of life for" in read_status(tmp_path, now + 3600)["state"]
-    assert read_tail(tmp_path).steps[-1]["step"] == 25
-    (tmp_path / "metrics.jsonl").unlink()
-    waiting = format_status(read_status(tmp_path, now), now)
-    assert "starting" in waiting and "no step yet" in waiting and "none yet" in waiting and "damaged" not in waiting
-    (tmp_path / "checkpoints/step_00000020").mkdir(parents=True)
-    assert "damaged      step_00000020: COMPLETE is missing" in format_status(read_status(tmp_path, now), now)

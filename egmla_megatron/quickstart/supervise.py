@@ -1,4 +1,4 @@
-"""Starts the trainer as a user would, follows its metrics, and can kill it like a power cut."""
+"""Starts the trainer as a user would, follows its metrics, can kill it like a power cut, and leaves none behind."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import psutil
 from tqdm import tqdm
 
 from egmla_megatron.errors import UserError
+from egmla_megatron.parallel.child_processes import end_with
 
 __all__ = ["Launch", "read_events", "resume_difference", "run_training"]
 
@@ -79,8 +82,28 @@ def _follow(process: subprocess.Popen[bytes], launch: Launch, kill_at: int | Non
     return False
 
 
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+@contextlib.contextmanager
+def _leaving_by_exception() -> Iterator[None]:
+    """SIGTERM and SIGHUP (unless nohup says to ignore it) end this process as an exception does: cleaning up."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler != signal.SIG_IGN:
+            signal.signal(number, _leave)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def run_training(launch: Launch, total_steps: int, label: str, kill_at: int | None = None) -> bool:
     """Run the trainer to its end, or kill -9 it once step `kill_at` is done and a checkpoint is complete.
+
+    It ends, having saved, when this process is stopped or killed.
 
     Returns:
         True when it was killed.
@@ -89,14 +112,20 @@ def run_training(launch: Launch, total_steps: int, label: str, kill_at: int | No
         UserError: the trainer failed; carries the end of its log.
     """
     quiet = 0.5 if sys.stderr.isatty() else 10.0  # seconds between redraws: a log file needs few
-    with open(launch.log, "ab") as log, tqdm(total=total_steps, desc=label, unit="step", mininterval=quiet) as bar:
+    bar = tqdm(total=total_steps, desc=label, unit="step", mininterval=quiet)
+    with open(launch.log, "ab") as log, bar, _leaving_by_exception():
         process = subprocess.Popen(
-            launch.command(), stdout=log, stderr=log, start_new_session=True, stdin=subprocess.DEVNULL
+            launch.command(),
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            preexec_fn=partial(end_with, os.getpid()),  # a SIGKILL runs no `finally`
         )
         try:
             killed = _follow(process, launch, kill_at, bar)
         finally:
-            if process.poll() is None:  # Ctrl-C here: the trainer saves and ends
+            if process.poll() is None:  # Ctrl-C or another signal here: the trainer saves and ends
                 os.killpg(process.pid, signal.SIGTERM)
                 process.wait()
         if not killed and process.returncode == 0:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -91,6 +94,50 @@ def test_the_trainers_word_is_passed_on_without_its_prefix(tmp_path: Path) -> No
     message = str(caught.value)
     assert message.startswith("training ended with exit code 2: override 'train.stepz=3': unknown key")
     assert "error:" not in message and message.endswith(f"(log: {tmp_path / 'log'})")
+
+
+TRAINER = """
+import signal, sys, time
+def save(number, frame):
+    time.sleep(0.5)
+    open(sys.argv[1] + "/saved", "w").close()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+open(sys.argv[1] + "/trains", "w").close()
+time.sleep(60)
+"""
+QUICKSTART = """
+import sys
+from pathlib import Path
+from egmla_megatron.quickstart.supervise import Launch, run_training
+class Stand(Launch):
+    def command(self):
+        return [sys.executable, "-c", sys.argv[2], sys.argv[1]]
+folder = Path(sys.argv[1])
+run_training(Stand(1, "", [], folder / "run", folder / "log"), 10, "train")
+"""
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path.name} did not appear"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_the_trainer_ends_with_the_quickstart(tmp_path: Path, number: signal.Signals) -> None:
+    process = subprocess.Popen([sys.executable, "-c", QUICKSTART, str(tmp_path), TRAINER], stderr=subprocess.DEVNULL)
+    try:
+        wait_for(tmp_path / "trains")
+        process.send_signal(number)
+        code = process.wait(30)
+    finally:
+        process.kill()
+    if number == signal.SIGKILL:
+        wait_for(tmp_path / "saved")
+    else:
+        assert code == 128 + number and (tmp_path / "saved").exists()  # it waited for the trainer
 
 
 def test_without_a_mistake_the_former_run_is_replaced(

@@ -3,7 +3,8 @@
     python tools/plan.py CONFIG [section.key=value ...] [--gpus N] [--gpu h100] [--search] [--json]
     python tools/plan.py --compare CONFIG CONFIG [section.key=value ...] [--gpus N] [--gpu h100] [--json]
 
-CONFIG is a YAML file or a bare name from configs/run or configs/model. Exit code 2 on a user's mistake.
+CONFIG is a YAML file or a bare name from configs/run or configs/model. Exit code 1 where a search finds no layout that
+fits, 2 on a user's mistake.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from egmla_megatron.errors import UserError
 from egmla_megatron.report.cards import CARDS, MOST_GPUS, find_card, find_cluster
 from egmla_megatron.report.plan import Hardware, check_price, make_comparison, make_plan, make_search
 from egmla_megatron.report.show_plan import format_comparison, format_plan, format_search
+
+NOTHING_FITS = 1  # exit code
 
 
 def _parser() -> CommandParser:
@@ -72,7 +75,7 @@ def _hardware(given: argparse.Namespace) -> Hardware | None:
     return Hardware(card, cluster, given.gpu_hour_price)
 
 
-def main() -> None:
+def main() -> int:
     given = _parser().parse_intermixed_args()
     hardware = _hardware(given)
     if given.compare:
@@ -80,7 +83,7 @@ def main() -> None:
             raise UserError("--compare: got it with --search, allowed one of the two; leave one out")
         compared = make_comparison(given.compare, given.words, given.gpus, hardware)
         print(json.dumps(compared) if given.json else format_comparison(compared))
-        return
+        return 0
     if not given.words:
         raise UserError("command line: got no CONFIG, allowed a YAML file or a name from configs/; see --help")
     config, *overrides = given.words
@@ -89,9 +92,10 @@ def main() -> None:
             raise UserError(f"--gpu: got none with --search, allowed {', '.join(CARDS)}; add --gpu NAME and --gpus N")
         found = make_search(config, overrides, given.gpus, hardware)
         print(json.dumps(found) if given.json else format_search(found))
-        return
+        return 0 if found["layouts"] else NOTHING_FITS
     plan = make_plan(config, overrides, given.gpus, hardware)
     print(json.dumps(plan) if given.json else format_plan(plan))
+    return 0
 
 
 if __name__ == "__main__":

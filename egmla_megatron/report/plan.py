@@ -93,7 +93,9 @@ def make_search(config: str | Path, overrides: Sequence[str], gpus: int, hardwar
     plan = {"model": cfg.model.name, "gpus": gpus, "card": dataclasses.asdict(hardware.card), "layouts": layouts}
     plan |= {"pinned": {name: as_text(value) for name, value in pins.items()}}
     if not found:
-        plan |= {"smallest_gib": round(searched.smallest_gib, 2), "layouts_without_pin": searched.without_pin}
+        near = searched.nearest
+        sizes = {"memory_gib": round(near.total_gib, 2), "short_gib": round(near.short_gib(hardware.card), 2)}
+        plan |= {"nearest": near.settings | sizes, "layouts_without_pin": searched.without_pin}
     missing = missing_for_estimate(cfg, found[0].layout, hardware.card, hardware.cluster) if found else None
     return plan | ({"estimate_missing": missing} if missing else {})
 

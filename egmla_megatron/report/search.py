@@ -20,7 +20,7 @@ from egmla_megatron.report.memory import worst_stage
 from egmla_megatron.report.rates import Workload
 from egmla_megatron.report.step_time import estimate_error, estimate_step, missing_for_estimate
 
-__all__ = ["SEARCHED", "Found", "Searched", "pinned_settings", "search_layouts"]
+__all__ = ["SEARCHED", "Found", "Nearest", "Searched", "pinned_settings", "search_layouts"]
 
 SEARCHED = (
     "train.recompute",
@@ -49,11 +49,23 @@ class Found:
 
 
 @dataclass(frozen=True)
+class Nearest:
+    """The layout that needs least, of those that can run."""
+
+    total_gib: float  # of the worst rank; infinite: none can run
+    settings: dict[str, Any]  # section.key -> value
+
+    def short_gib(self, card: Card) -> float:
+        """What is missing of a card's memory, of which a part is not for tensors."""
+        return self.total_gib - card.memory_gib * USABLE
+
+
+@dataclass(frozen=True)
 class Searched:
     """What a search found, and where it found nothing, what stood in its way."""
 
     found: list[Found]  # the fastest first
-    smallest_gib: float  # that a rank needs under the layout that needs least, of those that can run
+    nearest: Nearest
     without_pin: dict[str, int]  # where nothing fits: pinned setting -> layouts that fit with the other pins alone
 
 
@@ -86,14 +98,14 @@ def search_layouts(
     if gpus < 1:
         refuse("--gpus", gpus, "a whole number from 1", "give the number of GPUs")
     target = _Target(cfg=cfg, gpus=gpus, card=card, cluster=cluster, te=te, triton=triton)
-    found, smallest, refusals = target.search(pins)
+    found, nearest, refusals = target.search(pins)
     if found:
-        return Searched(sorted(found, key=_rank), smallest, {})
+        return Searched(sorted(found, key=_rank), nearest, {})
     others = {name: {key: value for key, value in pins.items() if key != name} for name in pins}
     without = {name: len(target.search(rest)[0]) for name, rest in others.items()}
-    if smallest == math.inf:
+    if nearest.total_gib == math.inf:
         _refuse_all(cfg, gpus, pins, without, min(refusals)[1])
-    return Searched([], smallest, without)
+    return Searched([], nearest, without)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,9 +119,9 @@ class _Target:
     te: bool
     triton: bool
 
-    def search(self, pins: Mapping[str, Any]) -> tuple[list[Found], float, list[tuple[tuple[int, ...], str]]]:
-        """(what fits, GiB that the least of all that can run needs, refusals with the simplicity of the refused)."""
-        found, smallest, refusals = [], math.inf, []
+    def search(self, pins: Mapping[str, Any]) -> tuple[list[Found], Nearest, list[tuple[tuple[int, ...], str]]]:
+        """(what fits, what needs least of all that can run, refusals with the simplicity of the refused)."""
+        found, nearest, refusals = [], Nearest(math.inf, {}), []
         for settings, candidate in _candidates(self.cfg, self.gpus, pins):
             try:
                 layout = check_config(candidate, self.gpus)
@@ -117,10 +129,11 @@ class _Target:
                 refusals.append((_simplicity(candidate), str(error)))
                 continue  # does not divide something
             total = worst_stage(candidate, layout, te=self.te, triton=self.triton)[1].total / 2**30
-            smallest = min(smallest, total)
+            if total < nearest.total_gib:
+                nearest = Nearest(total, settings)
             if total <= self.card.memory_gib * USABLE:
                 found.append(Found(settings, layout, total, *self._speed(candidate, layout)))
-        return found, smallest, refusals
+        return found, nearest, refusals
 
     def _speed(self, cfg: RunConfig, layout: Layout) -> tuple[float | None, str | None, float | None]:
         """(tokens per second, what limits them, error of the estimate)."""

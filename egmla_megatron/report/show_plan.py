@@ -197,8 +197,7 @@ def format_search(found: dict[str, Any], most: int = 12) -> str:
     if why:
         lines.append(f"  speed not estimated: {why}")
     for layout in layouts[:most]:
-        own = ("memory_gib", "tokens_per_second", "limited_by", "estimate_error")
-        settings = " ".join(f"{key}={value}" for key, value in layout.items() if key not in own)
+        settings = _settings(layout)
         speed = ""
         if known:
             rate = f"{_two(layout['tokens_per_second']):>10} tokens/s +-{layout['estimate_error']:.0%}"
@@ -213,12 +212,21 @@ def _pins(found: dict[str, Any]) -> str:
     return " ".join(f"{name}={value}" for name, value in found["pinned"].items())
 
 
+def _settings(layout: dict[str, Any]) -> str:
+    """As overrides; names of settings have a dot."""
+    return " ".join(f"{key}={value}" for key, value in layout.items() if "." in key)
+
+
 def _nothing_fits(found: dict[str, Any]) -> str:
-    """What a layout needs at least, and which pin keeps what would fit away."""
-    needs = f"the least that a layout needs is {found['smallest_gib']:.2f} GiB of a GPU"
+    """What a layout needs at least, which that is, and which pin keeps what would fit away."""
+    near = found["nearest"]
+    needs = (
+        f"the least that a layout needs is {near['memory_gib']:.2f} GiB of a GPU, {near['short_gib']:.2f} GiB too much"
+    )
+    nearest = f"  the nearest: {_settings(near)}"
     if not found["pinned"]:
-        return f"nothing fits ({needs}); more GPUs, or a smaller model"
-    lines = [f"nothing fits with what the command line pins ({needs})"]
+        return f"nothing fits ({needs}); more GPUs, or a smaller model\n{nearest}"
+    lines = [f"nothing fits with what the command line pins ({needs})", nearest]
     for name, count in found["layouts_without_pin"].items():
         what = f"{count:,d} layouts fit" if count else "nothing fits either"
         lines.append(f"  without {name}={found['pinned'][name]}: {what}")

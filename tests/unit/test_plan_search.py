@@ -76,11 +76,25 @@ def test_other_settings_and_those_of_the_file_pin_nothing() -> None:
 def test_the_pin_that_keeps_everything_away_is_named() -> None:
     text = format_search(_search("train.micro_batch_size=192", "train.recompute=none", gpus=2))
     assert "nothing fits with what the command line pins (the least that a layout needs is " in text
-    lines = dict(line.strip().removeprefix("without ").split(": ") for line in text.splitlines()[1:])
+    lines = dict(line.strip().removeprefix("without ").split(": ") for line in text.splitlines()[2:])
     assert all(lines[name].endswith("layouts fit") for name in ("train.micro_batch_size=192", "train.recompute=none"))
     text = format_search(_search("train.cuda_graph=false", gpus=1, gib=4.0))
     assert "without train.cuda_graph=false: nothing fits either\n  leave several of them out, take more GPUs" in text
     assert "nothing fits (the least that a layout needs is" in format_search(_search(gpus=1, gib=4.0))
+
+
+@pytest.mark.parametrize(("gib", "code"), [("4", 1), ("80", 0)])
+def test_the_exit_code_says_whether_anything_fits_and_the_text_what_is_missing(gib: str, code: int) -> None:
+    tool = Path(__file__).resolve().parents[2] / "tools" / "plan.py"
+    words = ["pretrain_1b2", "--gpus", "1", "--gpu", "mine", "--gpu-tflops", "900", "--gpu-memory-gib", gib, "--search"]
+    done = subprocess.run([sys.executable, str(tool), *words], capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    assert ("nothing fits" in done.stdout) is (code == 1)
+    if code:
+        found = _search(gpus=1, gib=4.0)["nearest"]
+        assert f"{found['memory_gib']:.2f} GiB of a GPU, {found['short_gib']:.2f} GiB too much" in done.stdout
+        assert found["memory_gib"] - found["short_gib"] == pytest.approx(0.94 * 4.0, abs=0.02)
+        assert "the nearest: train.recompute=" in done.stdout
 
 
 def test_pins_that_exclude_each_other() -> None:

@@ -110,6 +110,8 @@ def _export(out: Path, data: QuickstartData) -> tuple[Path, float, list[str]]:
 def _result(out: Path, extra: list[str]) -> dict[str, Any]:
     import torch
 
+    from egmla_megatron.report.read import read_run
+    from egmla_megatron.report.summary import summarize
     from egmla_megatron.report.write import write_report
 
     data = prepare_text(out / "data")
@@ -117,6 +119,7 @@ def _result(out: Path, extra: list[str]) -> dict[str, Any]:
     print("exporting to Hugging Face, checking and sampling")
     hf_dir, logit_difference, samples = _export(out, data)
     report = write_report(out / "run")
+    summary = summarize(read_run(out / "run"))
     steps = [event for event in events if event["kind"] == "step"]
     evaluation = [event for event in events if event["kind"] == "eval"][-1]
     tolerance = 1e-3 if torch.cuda.is_available() else 0.0  # on a CPU to the last bit
@@ -126,7 +129,7 @@ def _result(out: Path, extra: list[str]) -> dict[str, Any]:
         "val_loss": evaluation["val_loss"],
         "val_ppl": evaluation["val_ppl"],
         "tokens_per_second": events[-1]["tokens_per_second"],
-        "peak_memory_mib": max(step["peak_memory_mib"] for step in steps),
+        "peak_memory_mib": summary.peak_memory_mib,
         "resume_matches": repeated > 0 and difference <= tolerance,
         "hf_logit_max_abs_diff": logit_difference,
         "hf_dir": str(hf_dir),

@@ -23,13 +23,14 @@ _RESTS_ON = (
 def prediction(metrics: RunMetrics) -> str:
     """Memory, speed and distinct ids of the last start as planned, as measured, and the error."""
     start = metrics.starts[-1] if metrics.starts else {}
+    of_last = ", last start" if metrics.restarts else ""
     metrics = metrics.last_start()
     if not metrics.steps:
         return "The last start has no finished step."
     summary = summarize(metrics)
     rows: list[tuple[str, float | None, float | None, str, float]] = []
     memory = (start.get("predicted_memory_mib") or {}).get("total")
-    rows.append(("memory of the worst rank (MiB)", memory, summary.peak_memory_mib, ",.0f", 1.0))
+    rows.append((f"memory of the worst rank{of_last} (MiB)", memory, summary.peak_memory_mib, ",.0f", 1.0))
     rows += _speed(metrics, start, summary)
     if metrics.config.model.gated:
         train = metrics.config.train

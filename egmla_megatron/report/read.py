@@ -16,6 +16,7 @@ from typing import Any
 from egmla_megatron.config.load import load_config
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.errors import UserError
+from egmla_megatron.report.peaks import PEAK, RESERVED, Peak, largest, peak_of
 from egmla_megatron.report.restarts import LostTime
 from egmla_megatron.train.events import EVENTS
 
@@ -40,6 +41,8 @@ class RunMetrics:
     ends: list[Record] = field(default_factory=list)
     lost_steps: int = 0  # steps whose work a restart threw away
     restart_s: float = 0.0  # lost in restarts (restarts.py)
+    peaks: list[Peak | None] = field(default_factory=list)  # memory, of every start (peaks.py)
+    reserved_peaks: list[Peak | None] = field(default_factory=list)  # by torch's allocator on a GPU
     torn_lines: int = 0  # lines cut short by a crash, or not of a run
     label: str = ""  # where several runs have one name
 
@@ -78,7 +81,9 @@ class RunMetrics:
         if len(self.starts) < 2:
             return self
         begun = self.starts[-1].get("step", 0)
-        return replace(self, starts=self.starts[-1:], steps=[step for step in self.steps if step["step"] > begun])
+        steps = [step for step in self.steps if step["step"] > begun]
+        peaks, reserved = self.peaks[-1:], self.reserved_peaks[-1:]
+        return replace(self, starts=self.starts[-1:], steps=steps, peaks=peaks, reserved_peaks=reserved)
 
 
 def read_run(run_dir: str | Path) -> RunMetrics:
@@ -142,6 +147,11 @@ def _is_number(value: Any) -> bool:
 
 def _add(metrics: RunMetrics, steps: dict[int, Record], evals: dict[int, Record], record: Record) -> None:
     kind = record["kind"]
+    for peaks, name in ((metrics.peaks, PEAK), (metrics.reserved_peaks, RESERVED)):
+        if kind == "start" or not peaks:
+            peaks.append(None)
+        if kind in ("step", "end"):
+            peaks[-1] = largest((peaks[-1], peak_of(record, name)))
     if kind == "start":
         done = record.get("step", 0)
         for series in (steps, evals):

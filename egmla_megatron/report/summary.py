@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from egmla_megatron.report.peaks import largest
 from egmla_megatron.report.read import Record, RunMetrics
 
 __all__ = ["LastLoss", "Spread", "Summary", "finite", "spread", "summarize"]
@@ -57,7 +58,7 @@ class Summary:
     best_val_step: int | None
     skipped: int
     training_time_s: float
-    peak_memory_mib: float | None
+    peak_memory_mib: float | None  # of all starts (peaks.py)
     peak_memory_rank: int | None
     reserved_memory_mib: float | None  # by torch's allocator on a GPU, of the worst rank
     unique_id_fraction: float | None  # of the tokens of a micro-batch, mean over the steps
@@ -97,7 +98,7 @@ def summarize(metrics: RunMetrics) -> Summary:
     losses = finite(metrics.steps[-_LAST:], "loss")
     scored = [record for record in metrics.evals if finite([record], "val_loss")]
     best = min(scored, key=lambda record: record["val_loss"], default=None)
-    memory = finite(metrics.steps, "peak_memory_mib")
+    peak, reserved = largest(metrics.peaks), largest(metrics.reserved_peaks)
     shares = finite(metrics.steps, "unique_id_fraction")
     last = metrics.steps[-1]
     return Summary(
@@ -114,11 +115,9 @@ def summarize(metrics: RunMetrics) -> Summary:
         best_val_step=best["step"] if best else None,
         skipped=sum(bool(record.get("skipped")) for record in metrics.steps),
         training_time_s=sum(filter(math.isfinite, metrics.seconds_of_lines())),
-        peak_memory_mib=max(memory, default=None),
-        peak_memory_rank=max(metrics.steps, key=lambda step: step.get("peak_memory_mib") or 0.0).get(
-            "peak_memory_rank"
-        ),
-        reserved_memory_mib=max(finite(metrics.steps, "reserved_memory_mib"), default=None),
+        peak_memory_mib=peak.mib if peak else None,
+        peak_memory_rank=peak.rank if peak else None,
+        reserved_memory_mib=reserved.mib if reserved else None,
         unique_id_fraction=statistics.fmean(shares) if shares else None,
         tokens_per_second=spread(finite(steady, "tokens_per_second")),
         tokens_per_second_per_rank=spread(finite(steady, "tokens_per_second_per_rank")),

@@ -64,7 +64,7 @@ def results(summary: Summary) -> str:
         ["validation loss, best (nats/token)", best],
         ["skipped steps (NaN or Inf)", str(summary.skipped)],
         ["time in steps (s)", f"{summary.training_time_s:,.1f}"],
-        ["peak memory of a rank (MiB)", _peak(summary)],
+        ["peak memory of the worst rank (MiB)", _peak(summary)],
         ["reserved by torch's allocator (MiB)", _number(summary.reserved_memory_mib, ",.0f")],
         ["distinct ids of a micro-batch", _number(summary.unique_id_fraction, ".1%")],
     ]

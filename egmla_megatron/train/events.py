@@ -11,6 +11,9 @@ data, forward and backward, on average over the steps since the last line (so of
 while it works). Waiting for other ranks is no work, except for those of its tensor- and context-parallel groups, which
 lie in one node as a rule, and for parameters (parallel.overlap_param_gather). With `train.cuda_graph` only a rank's
 loading is known.
+
+The peak memory of a run, in its report and in the quickstart's result, is the largest of the lines of steps and ends of
+all its starts (report/peaks.py); that of one start stands on the console in the line of its end.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from egmla_megatron.config.load import to_dict
 from egmla_megatron.config.schema import RunConfig
+from egmla_megatron.report.peaks import peak_of
 
 __all__ = ["NOTICED", "Sinks", "format_duration", "open_sinks"]
 
@@ -102,12 +103,13 @@ class Console:
 
     @staticmethod
     def _end(e: Mapping[str, Any]) -> str:
-        rate = e["tokens_per_second"]
+        rate, peak = e["tokens_per_second"], peak_of(dict(e))
         phases = ("training", "warmup", "evaluation", "checkpoint", "profile", "total")
         return (
             f"end      step {e['step']}: {e['reason']}"
             + (f"; skipped_steps {e['skipped_steps']}, not finite" if e["skipped_steps"] else "")
             + (f"; tokens_per_second {rate:,.0f}" if rate else "")
+            + (f"; peak_memory {peak.mib:,.0f} MiB (rank {peak.rank})" if peak else "")
             + "; "
             + ", ".join(f"{name} {e[f'{name}_s']:.1f} s" for name in phases if e[f"{name}_s"])
         )

@@ -15,6 +15,8 @@ from egmla_megatron.report.read import read_run
 from egmla_megatron.report.summary import summarize
 from egmla_megatron.report.times import stragglers
 from egmla_megatron.report.write import write_comparison, write_report
+from egmla_megatron.train.events import EVENTS
+from egmla_megatron.train.sinks import Console
 from tests.unit.test_report import _run, _start, _step
 
 
@@ -41,7 +43,23 @@ def test_a_prediction_stands_beside_its_own_start(tmp_path: Path) -> None:
     start = _start(8, 8) | {"predicted_memory_mib": {"total": 1100.0}}
     metrics = read_run(_run(tmp_path, [_start(0, None), *first, start, *second]))
     assert "| 1,100 | 1,000 | +10.0% |" in prediction(metrics)
+    assert "| memory of the worst rank, last start (MiB) |" in prediction(metrics)
     assert (summarize(metrics).peak_memory_mib, summarize(metrics).peak_memory_rank) == (3000.0, 3)
+
+
+def test_the_peak_of_a_run_is_one_number_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The most was held in steps that a restart threw away; by the last start, in the evaluation behind its steps."""
+    lost = [_step(step, 5.0, peak_memory_mib=900.0 + step, peak_memory_rank=1) for step in range(1, 5)]
+    again = [_step(step, 5.0, peak_memory_mib=890.0 + step, peak_memory_rank=0) for step in range(3, 5)]
+    end = dict.fromkeys(EVENTS["end"], 0.0) | {"kind": "end", "step": 4, "reason": "done", "tokens_per_second": None}
+    end |= {"peak_memory_mib_by_rank": [895, 903], "reserved_memory_mib_by_rank": None}
+    metrics = read_run(_run(tmp_path, [_start(0, None), *lost, _start(2, 2), *again, end]))
+    assert (summarize(metrics).peak_memory_mib, summarize(metrics).peak_memory_rank) == (904.0, 1)
+    last = summarize(metrics.last_start())
+    assert (last.peak_memory_mib, last.peak_memory_rank, last.reserved_memory_mib) == (903.0, 1, None)
+    Console().write("end", end)
+    assert "; peak_memory 903 MiB (rank 1)" in capsys.readouterr().out
+    assert "| peak memory of the worst rank (MiB) | 904 (rank 1) |" in write_report(tmp_path).read_text()
 
 
 def test_lines_that_are_of_no_run_are_left_out_and_counted(tmp_path: Path) -> None:

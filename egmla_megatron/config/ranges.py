@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from itertools import pairwise
 
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.config.workable import refuse
@@ -102,6 +103,9 @@ def check_ranges(cfg: RunConfig) -> None:
     for name in _UP_TO_ONE:
         _check(cfg, name, 0 <= _value(cfg, name) <= 1, "0 to 1")
     _check_upper_limits(cfg)
+    shares = cfg.data.unique_fractions
+    descending = all(0 < low <= high <= 1 for high, low in pairwise((1.0, *shares)))
+    _check(cfg, "data.unique_fractions", descending, "shares above 0 and up to 1, none larger than the one before")
     _check(cfg, "data.eod_id", cfg.data.eod_id >= -1, "-1 (from the data's manifest) or a token id")
 
 

@@ -85,6 +85,9 @@ class DataConfig:
     eod_mask_loss: bool = False  # no loss at the end-of-document token, that is for the first token of a document
     reset_position_ids: bool = False  # positions count from each document's start; only for learned positions (mha)
     reset_attention_mask: bool = False  # attention within documents only; refused, no attention kernel here honours it
+    # for predictions alone: shares of distinct ids among 1024, 2048, 4096 ... tokens; empty: measured in the data where
+    # they can be read, else those of English
+    unique_fractions: tuple[float, ...] = ()
     eod_id: int = -1  # end-of-document id; -1: taken from the manifest PREFIX.json beside the data
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
@@ -21,13 +22,16 @@ _SCIENTIFIC = re.compile(r"\d+(\.\d+)?[eE]\+?\d+")
 def convert(value: Any, hint: Any) -> Any:
     """Reads `value` (a text from YAML or the command line, or a plain Python value) as `hint`.
 
-    `hint` is int, float, bool, str, a Literal of strings, tuple[str, ...] or tuple[int, ...]. Raises ValueError whose
-    text says what is allowed.
+    `hint` is int, float, bool, str, a Literal of strings, tuple[str, ...], tuple[int, ...] or tuple[float, ...]. Raises
+    ValueError whose text says what is allowed.
     """
     if get_origin(hint) is Literal:
         return _literal(value, get_args(hint))
     if get_origin(hint) is tuple:
-        return _strings(value) if get_args(hint)[0] is str else _integers(value)
+        of = get_args(hint)[0]
+        if of is str:
+            return _strings(value)
+        return _list(value, _integer, "whole numbers") if of is int else _list(value, _number, "finite numbers")
     readers = {bool: _boolean, int: _integer, float: _number, str: _string}
     return readers[hint](value)
 
@@ -91,9 +95,9 @@ def _strings(value: Any) -> tuple[str, ...]:
     raise ValueError("a list of texts, or one text with commas")
 
 
-def _integers(value: Any) -> tuple[int, ...]:
+def _list[T](value: Any, read: Callable[[Any], T], what: str) -> tuple[T, ...]:
     parts = value.split(",") if isinstance(value, str) else value
     try:
-        return tuple(_integer(part.strip() if isinstance(part, str) else part) for part in parts)
+        return tuple(read(part.strip() if isinstance(part, str) else part) for part in parts)
     except (TypeError, ValueError):
-        raise ValueError("a list of whole numbers") from None
+        raise ValueError(f"a list of {what}") from None

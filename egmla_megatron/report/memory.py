@@ -7,6 +7,7 @@ saves and what GPUs really held at their peak (`tools/records/README.md`).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from egmla_megatron.config.check import Layout
@@ -28,8 +29,8 @@ _WORKSPACE = 32 << 20  # bytes on Hopper: cuBLAS's for forward and for the threa
 
 # T tokens of a micro-batch on a rank, U distinct ids among them, h hidden size
 
-# Share of distinct ids among so many tokens of English in GPT-2's vocabulary (107M tokens; powers of two between).
-_UNIQUE = {10: 0.38, 11: 0.32, 12: 0.26, 13: 0.21, 14: 0.18, 15: 0.15, 16: 0.12}
+# Share of distinct ids among 2**10 ... 2**16 tokens of English in GPT-2's vocabulary (of 107M tokens).
+_FIRST_POWER, _ENGLISH = 10, (0.38, 0.32, 0.26, 0.21, 0.18, 0.15, 0.12)
 
 
 @dataclass(frozen=True)
@@ -53,21 +54,25 @@ class Memory:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
-def unique_fraction(tokens: int) -> float:
-    """Expected share of distinct ids among so many tokens of English."""
-    power = math.log2(max(tokens, 1))
-    known = sorted(_UNIQUE)
-    if power <= known[0]:
-        return min(1.0, _UNIQUE[known[0]] + 0.06 * (known[0] - power))
-    if power >= known[-1]:
-        return _UNIQUE[known[-1]] * 0.85 ** (power - known[-1])
-    low = int(power)
-    return _UNIQUE[low] + (power - low) * (_UNIQUE[low + 1] - _UNIQUE[low])
+def unique_fraction(tokens: int, shares: Sequence[float] = _ENGLISH) -> float:
+    """Expected share of distinct ids among so many tokens.
+
+    Args:
+        shares: those among 1024 tokens and powers of two from there; empty: of English.
+    """
+    shares = shares or _ENGLISH
+    place = math.log2(max(tokens, 1)) - _FIRST_POWER
+    if place <= 0:
+        return min(1.0, shares[0] - 0.06 * place)
+    if place >= len(shares) - 1:
+        return shares[-1] * 0.85 ** (place - len(shares) + 1)
+    low = int(place)
+    return shares[low] + (place - low) * (shares[low + 1] - shares[low])
 
 
 def _rows_per_token(cfg: RunConfig, tokens: int) -> float:
     """Rows of the gating tables that a micro-batch takes."""
-    return unique_fraction(tokens) if cfg.parallel.unique_ids else 1.0
+    return unique_fraction(tokens, cfg.data.unique_fractions) if cfg.parallel.unique_ids else 1.0
 
 
 def worst_stage(cfg: RunConfig, layout: Layout, *, te: bool, triton: bool) -> tuple[int, Memory]:

@@ -17,7 +17,14 @@ from egmla_megatron.config.values import as_text
 from egmla_megatron.errors import UserError
 from egmla_megatron.model.count import count_parameters, flops_per_token, kv_cache_elements_per_token
 from egmla_megatron.report.cards import USABLE, Card, Cluster
-from egmla_megatron.report.memory import memory_per_rank, optimizer_bytes, parameters_of_rank, worst_stage
+from egmla_megatron.report.distinct import with_measured_ids
+from egmla_megatron.report.memory import (
+    memory_per_rank,
+    optimizer_bytes,
+    parameters_of_rank,
+    unique_fraction,
+    worst_stage,
+)
 from egmla_megatron.report.rates import Workload
 from egmla_megatron.report.search import pinned_settings, search_layouts
 from egmla_megatron.report.step_time import StepTime, estimate_error, estimate_step, missing_for_estimate
@@ -60,6 +67,9 @@ def make_plan(
     check_ranges(cfg)
     check_model(cfg.model)
     plan = _plan_of_model(cfg)
+    if cfg.model.gated:
+        cfg, origin = with_measured_ids(cfg)
+        plan["distinct_ids_of_micro_batch"] = _distinct_ids(cfg) | {"origin": origin}
     if world_size is not None:
         plan |= _plan_of_layout(cfg, check_config(cfg, world_size), hardware)
     return plan
@@ -81,7 +91,7 @@ def make_search(config: str | Path, overrides: Sequence[str], gpus: int, hardwar
     check_ranges(cfg)
     check_model(cfg.model)
     te, triton = _on_gpus(cfg)
-    pins = pinned_settings(cfg, overrides)
+    pins, cfg = pinned_settings(cfg, overrides), with_measured_ids(cfg)[0]
     searched = search_layouts(cfg, gpus, hardware.card, hardware.cluster, pins, te=te, triton=triton)
     found, layouts = searched.found, []
     for item in found:
@@ -129,6 +139,11 @@ def _plan_of_model(cfg: RunConfig) -> dict[str, Any]:
         "tokens": cfg.total_steps * cfg.train.global_batch_size * cfg.train.seq_length,
         "steps": cfg.total_steps,
     }
+
+
+def _distinct_ids(cfg: RunConfig) -> dict[str, Any]:
+    tokens = cfg.train.micro_batch_size * cfg.train.seq_length // cfg.parallel.context
+    return {"tokens": tokens, "fraction": round(unique_fraction(tokens, cfg.data.unique_fractions), 4)}
 
 
 def _cache(model: ModelConfig) -> dict[str, dict[str, int]]:

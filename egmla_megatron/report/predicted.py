@@ -5,6 +5,7 @@ from __future__ import annotations
 from egmla_megatron.config.check import Layout
 from egmla_megatron.errors import UserError
 from egmla_megatron.report.cards import PEAK_BF16_FLOPS, Card, find_card, find_cluster
+from egmla_megatron.report.distinct import with_measured_ids
 from egmla_megatron.report.memory import unique_fraction
 from egmla_megatron.report.rates import Workload
 from egmla_megatron.report.read import Record, RunMetrics
@@ -32,12 +33,13 @@ def prediction(metrics: RunMetrics) -> str:
     memory = (start.get("predicted_memory_mib") or {}).get("total")
     rows.append((f"memory of the worst rank{of_last} (MiB)", memory, summary.peak_memory_mib, ",.0f", 1.0))
     rows += _speed(metrics, start, summary)
+    origin = ""
     if metrics.config.model.gated:
         train = metrics.config.train
         tokens = train.micro_batch_size * train.seq_length // metrics.config.parallel.context
-        rows.append(
-            ("distinct ids of a micro-batch (%)", unique_fraction(tokens), summary.unique_id_fraction, ".1f", 1e-2)
-        )
+        of_data, origin = with_measured_ids(metrics.config)
+        distinct = unique_fraction(tokens, of_data.data.unique_fractions)
+        rows.append(("distinct ids of a micro-batch (%)", distinct, summary.unique_id_fraction, ".1f", 1e-2))
     known = [row for row in rows if row[1] is not None and row[2] is not None]
     if not known:
         return "Nothing was predicted that this run measured: speed is planned for GPUs whose data sheet is known."
@@ -46,9 +48,10 @@ def prediction(metrics: RunMetrics) -> str:
         for name, planned, real, form, unit in known
         if planned is not None and real is not None
     ]
-    note = "" if len(known) < 3 else f"\n\n{_RESTS_ON}"
+    note = f"\n\nPredicted distinct ids: {origin}." if origin else ""
+    note += "" if len(known) < 3 else f"\n\n{_RESTS_ON}"
     if metrics.config.train.fp8 != "none":
-        note = "\n\nSpeed in FP8 is not estimated."
+        note += "\n\nSpeed in FP8 is not estimated."
     return markdown(["", "predicted", "measured", "error"], cells) + note
 
 

@@ -65,6 +65,11 @@ def _operations(plan: dict[str, Any]) -> list[str]:
     lines += [_line(part, f"{count / 1e6:,.1f}", "MFLOP") for part, count in by_part.items()]
     lines.append(_line("forward", f"{plan['flops_per_token_forward'] / 1e6:,.1f}", "MFLOP"))
     lines.append(_line("forward and backward", f"{plan['flops_per_token_forward_backward'] / 1e6:,.1f}", "MFLOP"))
+    distinct = plan.get("distinct_ids_of_micro_batch")
+    if distinct:
+        lines.append(
+            _line("distinct ids of a micro-batch", f"{100 * distinct['fraction']:.1f}", "%", distinct["origin"])
+        )
     return lines
 
 

@@ -187,7 +187,7 @@ def _row_seconds(cfg: RunConfig, layout: Layout, tables: float, bandwidth: float
     read twice and zeroed; of the others one in SWEEP is updated."""
     readers = max(1, cfg.parallel.gate_group // (layout.tp * layout.cp))
     tokens = cfg.train.micro_batch_size * cfg.train.seq_length * layout.num_microbatches * readers
-    read = min(1.0, tokens * unique_fraction(tokens) / cfg.model.vocab_size)
+    read = min(1.0, tokens * unique_fraction(tokens, cfg.data.unique_fractions) / cfg.model.vocab_size)
     moved = read * (2 * FUSED_BYTES + 3 * cfg.parallel.grad_element_bytes) + FUSED_BYTES / SWEEP
     return tables * (moved / bandwidth + WAITING_UPDATE_S)
 
@@ -219,7 +219,7 @@ def _flops(cfg: RunConfig, layout: Layout, tokens: int, *, last: bool) -> float:
     parts: dict[str, float] = dict(flops_per_token(cfg.model, cfg.train.seq_length).by_part)
     head = parts.pop("output_head")
     if cfg.parallel.unique_ids and "gate_projection" in parts:
-        parts["gate_projection"] *= unique_fraction(tokens)
+        parts["gate_projection"] *= unique_fraction(tokens, cfg.data.unique_fractions)
     repeated = 0.0
     if cfg.train.recompute == "full":
         repeated = sum(parts.values())

@@ -79,8 +79,8 @@ def _of_gates(cfg: RunConfig, layout: Layout) -> list[Collective]:
     tokens = _tokens(cfg, layout)
     # ranks of one tensor-parallel group read the same tokens
     readers = max(1, group // layout.tp)
-    union = round(tokens * readers * unique_fraction(tokens * readers))
-    own = round(tokens * unique_fraction(tokens))
+    union = round(tokens * readers * unique_fraction(tokens * readers, cfg.data.unique_fractions))
+    own = round(tokens * unique_fraction(tokens, cfg.data.unique_fractions))
     rows = exchanged_rows(cfg, tokens=tokens, own=own, union=union)
     if cfg.parallel.gate_exchange == "all_gather" and not cfg.parallel.unique_ids:
         rows = tokens * readers

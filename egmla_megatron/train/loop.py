@@ -19,9 +19,8 @@ from egmla_megatron.data.blend import tokenizer_sha256
 from egmla_megatron.errors import UserError
 from egmla_megatron.model.count import count_parameters
 from egmla_megatron.parallel.liveness import COMPUTING, PeerWatch
-from egmla_megatron.report.cpu_memory import predict_resident_mib
-from egmla_megatron.report.memory import worst_stage
 from egmla_megatron.train.endings import not_saved, too_many_bad_steps
+from egmla_megatron.train.expected import predicted_memory_mib
 from egmla_megatron.train.metrics import Phases, memory_of
 from egmla_megatron.train.profiler import StepProfiler
 from egmla_megatron.train.reporter import Launched, StepReporter
@@ -283,16 +282,6 @@ class Trainer:
                 "active_params": counts.active,
                 "gate_table_params": counts.gate_tables,
                 "tokenizer_sha256": tokenizer_sha256(self.cfg),
-                "predicted_memory_mib": self._predicted_memory_mib(),
+                "predicted_memory_mib": predicted_memory_mib(self.run_, self.process_mib),
             },
         )
-
-    def _predicted_memory_mib(self) -> dict[str, float] | None:
-        """Of the rank that needs most, by part; None on a CPU where the process itself cannot be measured."""
-        if self.world.device.type != "cuda":
-            if self.process_mib is None:
-                return None
-            return predict_resident_mib(self.cfg, self.world.layout, self.process_mib)
-        te, triton = self.run_.built.implementation == "te", self.run_.built.kernels == "triton"
-        _, memory = worst_stage(self.cfg, self.world.layout, te=te, triton=triton)
-        return {name: size / 2**20 for name, size in (asdict(memory) | {"total": memory.total}).items()}

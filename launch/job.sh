@@ -174,6 +174,8 @@ egmla_on_ranks() {
     fi
     launcher+=(--nnodes "${#EGMLA_NODES[@]}" --rdzv-backend c10d --rdzv-endpoint "${EGMLA_NODES[0]}:$EGMLA_PORT"
         --rdzv-id "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}")
+    # Ranks that lose another need train.peer_timeout_s (40 s) to notice and to name it. Not --kill-on-bad-exit: after a
+    # signal every node ends with 128 + signal, and the first one would cut off the checkpoint's marker on another.
     egmla_on_nodes 90 "${launcher[@]}" "$@"
 }
 

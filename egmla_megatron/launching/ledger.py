@@ -33,6 +33,7 @@ class Launch:
     outcome: str = ""  # done, stopped, saved, interrupted, mistake, crash or lost: see verdict.py
     reached: int = 0  # last step that was done
     said: str = ""  # its last words on stderr
+    signal: int = 0  # that stopped or interrupted it, 0: none
 
     @property
     def is_open(self) -> bool:

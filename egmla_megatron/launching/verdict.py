@@ -15,7 +15,9 @@ __all__ = ["AGAIN", "Verdict", "close_launch", "judge"]
 
 AGAIN = 75  # exit code: start the job again (EX_TEMPFAIL)
 SAME_STEP = 3  # crashes in a row at one step: the next would be the same
-NO_PROGRESS = 6  # ends in a row without a newer checkpoint, wherever they happened
+NO_PROGRESS = 6  # ends of a job in a row without a newer checkpoint, wherever they happened, but for preemptions
+# preemptions before a step (SIGTERM): the job's own fault they are not, but a start that is always preempted is in vain
+PREEMPTED = 30
 _KILLED = 128  # exit code of a process that signal n ended: 128 + n
 _RESTARTING = tuple(number for number in STOP_SIGNALS if number != signal.SIGINT)
 
@@ -50,6 +52,7 @@ def close_launch(launch: Launch, code: int, caught: int, tail: RunTail, said: st
         outcome=_outcome(code, caught, stopped_by, bool(mine.ends), checks),
         reached=reached,
         said=said,
+        signal=caught or stopped_by or max(0, code - _KILLED),
     )
     # where a signal was the reason, errors are echoes of the end: connections that it cut
     return replace(closed, said="") if closed.outcome in ("saved", "stopped") and not _in_vain(closed) else closed
@@ -97,14 +100,22 @@ def _stuck(launches: Sequence[Launch]) -> str:
     same = _same_end(crashes, lambda launch: launch.reached)
     if len(same) >= SAME_STEP:
         return f"{len(same)} crashes in a row at step {same[-1].reached}, not started again. " + _diagnosis(same)
-    ends = _last_in_a_row(launches, _in_vain)
+    ends = [launch for launch in _last_in_a_row(launches, _in_vain) if launch.job == launches[-1].job]
     same = _same_end(ends, lambda launch: launch.from_step)
-    if len(same) >= NO_PROGRESS:
+    preempted = sum(map(_preempted, same))
+    if len(same) - preempted >= NO_PROGRESS or preempted >= PREEMPTED:
+        of_them = f" ({preempted} of them preempted, of which {PREEMPTED} are allowed)" if preempted else ""
         return (
-            f"{len(same)} ends in a row without a checkpoint after step {same[-1].from_step}, not started again; save "
-            "more often (checkpoint.interval_minutes) or give the job more time. " + _diagnosis(same)
+            f"{len(same)} ends in a row without a checkpoint after step {same[-1].from_step}{of_them}, not started "
+            "again; save more often (checkpoint.interval_minutes) or give the job more time, then submit it again. "
+            + _diagnosis(same)
         )
     return ""
+
+
+def _preempted(launch: Launch) -> bool:
+    """Ended by somebody else's job: the time limit's signal is SIGUSR1."""
+    return launch.outcome in ("interrupted", "saved") and launch.signal == signal.SIGTERM
 
 
 def _in_vain(launch: Launch) -> bool:

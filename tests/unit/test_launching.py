@@ -121,6 +121,22 @@ def test_three_crashes_at_the_same_step_stop_and_others_do_not() -> None:
     assert judge([launch("saved", 11, 10)] * 9).code == AGAIN
 
 
+def test_preemptions_of_a_start_are_no_crashes_and_have_a_limit_of_their_own() -> None:
+    opened = launch("", 0, from_step=10, ended_unix_s=0.0)
+    preempted = close_launch(opened, 143, signal.SIGTERM, tail(), "")
+    assert (preempted.outcome, preempted.signal) == ("interrupted", signal.SIGTERM)
+    before_a_step = launch("saved", 10, 10, signal=signal.SIGTERM)
+    assert judge([preempted, before_a_step] * 14 + [preempted]).code == AGAIN
+    assert judge([*[launch("crash", step, 10) for step in range(11, 16)], *[preempted] * 20]).code == AGAIN
+    verdict = judge([preempted] * 30)
+    assert verdict.code == 143 and "30 ends in a row" in verdict.sentence
+    assert "(30 of them preempted, of which 30 are allowed), not started again" in verdict.sentence
+    submitted_again = replace(preempted, job="8")
+    assert judge([*[preempted] * 30, submitted_again]).code == AGAIN
+    short = close_launch(opened, 138, signal.SIGUSR1, tail(), "")  # the limit of time is too short for any step
+    assert judge([short] * 5).code == AGAIN and "6 ends in a row" in judge([short] * 6).sentence
+
+
 def test_the_ledger_survives_torn_lines_and_knows_lost_launches(tmp_path: Path) -> None:
     first = launch("", 0, started_unix_s=1.0, ended_unix_s=0.0)
     record_start(tmp_path, first)

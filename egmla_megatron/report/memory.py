@@ -27,6 +27,8 @@ __all__ = [
 
 _WORKSPACE = 32 << 20  # bytes on Hopper: cuBLAS's for forward and for the thread of backward, Transformer Engine's
 
+_LINEAR = ("q_projection", "kv_down_projection", "kv_up_projection", "output_projection", "mlp")  # by train.fp8 in FP8
+
 # T tokens of a micro-batch on a rank, U distinct ids among them, h hidden size
 
 # Share of distinct ids among 2**10 ... 2**16 tokens of English in GPT-2's vocabulary (of 107M tokens).
@@ -37,7 +39,7 @@ _FIRST_POWER, _ENGLISH = 10, (0.38, 0.32, 0.26, 0.21, 0.18, 0.15, 0.12)
 class Memory:
     """Bytes on one rank at the peak of a step, as torch's allocator counts them; CUDA and NCCL hold 1 to 3 GiB more."""
 
-    weights: int  # dense
+    weights: int  # dense; with train.fp8 also what Transformer Engine casts those of linear layers to
     gate_tables: int  # this rank's columns of its layers
     gradients: int  # of both, as the reductions hold them
     optimizer: int  # of both: fp32 master weights and two moments
@@ -103,7 +105,7 @@ def memory_per_rank(cfg: RunConfig, layout: Layout, stage: int, *, te: bool, tri
     if activations + logits + communication + head < adam:
         activations, logits, communication, head = 0, 0, 0, adam
     return Memory(
-        weights=wide * dense,
+        weights=wide * dense + _fp8_weights(cfg, layout),
         gate_tables=wide * tables,
         gradients=cfg.parallel.grad_element_bytes * (dense + tables),
         optimizer=optimizer_bytes(cfg, layout, stage, sharded=cfg.optimizer.distributed),
@@ -113,6 +115,26 @@ def memory_per_rank(cfg: RunConfig, layout: Layout, stage: int, *, te: bool, tri
         temporary=head,
         workspaces=_WORKSPACE * (2 + te) if te or triton else 0,
     )
+
+
+def _fp8_weights(cfg: RunConfig, layout: Layout) -> int:
+    """Bytes of the linear layers' weights in FP8, by rows for forward and by columns for backward."""
+    if cfg.train.fp8 == "none":
+        return 0
+    parts = count_parameters(cfg.model).by_part
+    linear = sum(parts.get(name, 0) for name in _LINEAR)
+    return 2 * linear // layout.pp // layout.tp
+
+
+def _fp8_activations(cfg: RunConfig, tokens: int) -> float:
+    """Bytes of a layer by which activations differ: what goes into the GEMMs behind norms and the MLP's activation is
+    kept in FP8 alone, attention's output besides, which attention itself needs in bf16. Within 250 MiB of what FP8
+    changed at the peak of 1.2B and Base (speed_one_gpu.json).
+    """
+    if cfg.train.fp8 == "none":
+        return 0.0
+    model = cfg.model
+    return tokens * (model.num_attention_heads * model.v_head_dim - 2 * model.hidden_size - model.intermediate_size)
 
 
 def _first_adam(cfg: RunConfig, layout: Layout, dense: int, tables: int, *, te: bool) -> int:
@@ -191,6 +213,7 @@ class _Layer:
         if not te:  # SiLU is an operation of its own, and two dropouts keep a byte per element even at 0
             rest += tokens * model.intermediate_size * part + 2 * hidden / wide
         attention, up = _attention(cfg, layout, tokens, along, te=te, triton=triton)
+        rest += _fp8_activations(cfg, tokens) / wide  # train.fp8 allows neither tensor parallelism nor recomputation
         rows = tokens * _rows_per_token(cfg, tokens) if model.gated else 0.0
         stack = 2 * rows * layout.layers_per_stage * model.kv_emb_dim  # gate embeddings, and their gradient
         kept, again = rest + attention + up, 0.0

@@ -173,7 +173,8 @@ def _plan_of_layout(cfg: RunConfig, layout: Layout, hardware: Hardware | None) -
         "params_per_rank_by_stage": [{"dense": dense, "gate_tables": tables} for dense, tables in parts],
         "memory_per_rank_bytes": dataclasses.asdict(of_rank) | {"total": of_rank.total},
         "memory_worst_stage": stage,
-        "memory_assumes": f"layers by {'te' if te else 'torch'}, kernels {'triton' if triton else 'torch'}",
+        "memory_assumes": f"layers by {'te' if te else 'torch'}, kernels {'triton' if triton else 'torch'}"
+        + ("" if cfg.train.fp8 == "none" else ", linear layers in FP8"),
         "recompute": cfg.train.recompute,
         "cuda_graph": cfg.train.cuda_graph,
         "activations_bytes_by_recompute": activations,

@@ -51,7 +51,7 @@ def prediction(metrics: RunMetrics) -> str:
     note = f"\n\nPredicted distinct ids: {origin}." if origin else ""
     note += "" if len(known) < 3 else f"\n\n{_RESTS_ON}"
     if metrics.config.train.fp8 != "none":
-        note += "\n\nSpeed in FP8 is not estimated."
+        note += "\n\nSpeed in FP8 is not estimated; memory is."
     return markdown(["", "predicted", "measured", "error"], cells) + note
 
 

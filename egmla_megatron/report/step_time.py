@@ -95,7 +95,10 @@ def missing_for_estimate(cfg: RunConfig, layout: Layout, card: Card, cluster: Cl
     if cfg.train.precision != "bf16":
         return "bf16 only was measured"
     if cfg.train.fp8 != "none":
-        return "set train.fp8=none: steps in FP8 are not estimated"
+        return (
+            "set train.fp8=none: steps in FP8 are not estimated (measured on one H200: 1.2B 1.10x as fast as in bf16, "
+            "Base 0.95x)"
+        )
     if not card.memory_gb_per_s:
         return "give --gpu-memory-gb-per-s"
     if layout.world_size > 1 and cluster.gpus_per_node > 1 and not cluster.gpu_gb_per_s:

@@ -102,6 +102,21 @@ def test_one_gpu(root: Path) -> None:
             _close(predicted, row["peak_mib"], f"{title} {row['variant']}")
 
 
+def test_what_fp8_changes(root: Path) -> None:
+    """Copies of weights in FP8, inputs of GEMMs kept in FP8 instead of bf16; beside bf16 in the same call."""
+    measured = _records(root, "speed_one_gpu")["bench_train"]
+    for config, bf16, fp8 in (("pretrain_1b2", "graph", "fp8+graph"), ("pretrain_base", "base", "fp8")):
+        peaks = {row["variant"]: row["peak_mib"] for row in measured[config]}
+        settings = ["train.cuda_graph=true"] if "graph" in bf16 else ["train.cuda_graph=false"]
+        plain, cast = (
+            _predicted_mib(config, 1, [*settings, f"train.fp8={kind}"], te=True, triton=True)
+            for kind in ("none", "tensorwise")
+        )
+        change = peaks[fp8] - peaks[bf16]
+        print(f"{config}: predicted {cast - plain:+.0f}, measured {change:+.0f} MiB")
+        assert abs(cast - plain - change) < 250 and (cast > plain) == (change > 0)
+
+
 @pytest.mark.parametrize("name", ["speed_device_adam", "speed_table_rows"])
 def test_one_gpu_without_a_copy_of_the_logits(root: Path, name: str) -> None:
     measured = _records(root, name)["bench_train"]

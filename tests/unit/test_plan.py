@@ -135,7 +135,8 @@ def test_no_estimate_without_its_numbers() -> None:
 def test_fp8_is_not_estimated() -> None:
     settings = ["train.fp8=tensorwise", "parallel.implementation=te"]
     text = format_plan(make_plan("pretrain_1b2", settings, 8, _hardware(8)))
-    assert "no estimate of the step time: set train.fp8=none: steps in FP8 are not estimated" in text
+    assert "no estimate of the step time: set train.fp8=none: steps in FP8 are not estimated (measured on" in text
+    assert "linear layers in FP8; CUDA and NCCL" in text
     text = format_search(make_search("pretrain_1b2", settings, 8, _hardware(8)))
     assert "speed not estimated: set train.fp8=none" in text and "tokens/s" not in text
 

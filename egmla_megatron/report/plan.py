@@ -59,6 +59,8 @@ def make_plan(
 ) -> dict[str, Any]:
     """Returns counts (elements), operations (FLOPs per token), cache and bf16 training memory (bytes before sharding).
 
+    Names end in their units (`_s`, `_bytes`, `_gib`, `_per_second`); those without one are counts, or shares of 1.
+
     With `world_size` the parallel layout is checked and added as `layout`, with the memory of the rank that needs most
     (on GPUs) and the bytes it sends; with `hardware` what fits, how long a step and the run take. Raises UserError on
     bad input. The run is planned as on GPUs, whatever this machine has.

@@ -129,7 +129,8 @@ def _fp8_weights(cfg: RunConfig, layout: Layout) -> int:
 def _fp8_activations(cfg: RunConfig, tokens: int) -> float:
     """Bytes of a layer by which activations differ: what goes into the GEMMs behind norms and the MLP's activation is
     kept in FP8 alone, attention's output besides, which attention itself needs in bf16. Within 250 MiB of what FP8
-    changed at the peak of 1.2B and Base (speed_one_gpu.json).
+    changed at the peak of 1.2B and Base (speed_one_gpu.json,
+    speed_sequences.json).
     """
     if cfg.train.fp8 == "none":
         return 0.0

@@ -104,9 +104,13 @@ def test_one_gpu(root: Path) -> None:
 
 def test_what_fp8_changes(root: Path) -> None:
     """Copies of weights in FP8, inputs of GEMMs kept in FP8 instead of bf16; beside bf16 in the same call."""
-    measured = _records(root, "speed_one_gpu")["bench_train"]
-    for config, bf16, fp8 in (("pretrain_1b2", "graph", "fp8+graph"), ("pretrain_base", "base", "fp8")):
-        peaks = {row["variant"]: row["peak_mib"] for row in measured[config]}
+    before, now = (_records(root, name)["bench_train"] for name in ("speed_one_gpu", "speed_sequences"))
+    for config, rows, bf16, fp8 in (
+        ("pretrain_1b2", before["pretrain_1b2"], "graph", "fp8+graph"),
+        ("pretrain_base", before["pretrain_base"], "base", "fp8"),
+        ("pretrain_1b2", now["1.2B, fp8"]["rows"], "base", "fp8"),
+    ):
+        peaks = {row["variant"]: row["peak_mib"] for row in rows}
         settings = ["train.cuda_graph=true"] if "graph" in bf16 else ["train.cuda_graph=false"]
         plain, cast = (
             _predicted_mib(config, 1, [*settings, f"train.fp8={kind}"], te=True, triton=True)

@@ -251,9 +251,9 @@ def _attention(
     up = 0.0
     if model.gated:
         norm = 1.0  # the product that it normalises
-        if layout.tp > 1:
+        if triton and cfg.parallel.unique_ids:
+            norm = 0.0  # computed again in backward
+        elif layout.tp > 1:
             norm = 12 / cfg.train.element_bytes  # three times in fp32, by single operations
-        elif triton and cfg.parallel.unique_ids:
-            norm = 0.0
         up = tokens * kv * (1 + _rows_per_token(cfg, tokens) + (norm if model.gate_norm else 0.0))
     return latent + _queries(cfg, layout, tokens) + out, up

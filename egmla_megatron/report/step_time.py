@@ -206,7 +206,7 @@ def _pass(cfg: RunConfig, layout: Layout, stage: int, card: Card, *, te: bool, t
     saved = layer_activations(cfg, layout, te=te, triton=triton) * layers
     logits = (1 if te else 3) * tokens * cfg.model.vocab_size // layout.tp * 2 if last else 0
     again = {"none": 1.0, "selective": 1.1, "full": 4 / 3}[cfg.train.recompute]
-    fused_gate = triton and cfg.parallel.unique_ids and layout.tp == 1
+    fused_gate = triton and cfg.parallel.unique_ids
     small = SMALL_KERNELS_MS + (0.0 if triton else HEADS_MS)
     small += GATE_MS if cfg.model.gated and not fused_gate else 0.0
     host = HOST_LAYER_MS["te" if te else "torch"]

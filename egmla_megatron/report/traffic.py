@@ -144,7 +144,8 @@ def _add_latent(add: Add, cfg: RunConfig, layout: Layout, tokens: int, wide: int
     else:
         add("all_reduce", latent + rope + query, layers)
     if model.gated and model.gate_norm:
-        add("all_reduce", tokens * 3 * _FP32, layers * (2 + again))  # mean, variance, mean square; their gradients
+        # mean, variance and mean square; their gradients, of which kernels need two
+        add("all_reduce", tokens * 3 * _FP32, layers * (2 + again))
 
 
 def _of_tensor_parallelism(cfg: RunConfig, layout: Layout, stage: int) -> list[Collective]:

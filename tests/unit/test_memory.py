@@ -133,7 +133,9 @@ def test_one_gpu_without_a_copy_of_the_logits(root: Path, name: str) -> None:
 
 def test_layouts_and_recompute(root: Path) -> None:
     for run in _records(root, "memory_layouts")["runs"]:
-        predicted = _predicted_mib(run["config"], run["ranks"], run["settings"], te=True, triton=True)
+        # heads on several ranks had no kernel for gate and norm when these ran
+        triton = not any(setting.startswith("parallel.tensor=") for setting in run["settings"])
+        predicted = _predicted_mib(run["config"], run["ranks"], run["settings"], te=True, triton=triton)
         _close(predicted, run["peak_mib"], f"{run['config']} {run['ranks']} {run['settings']}")
 
 

@@ -117,6 +117,7 @@ def _groups_of_children(pid: int) -> set[int]:
 
 def start(ranks: int, command: Sequence[str], log: Path, *, warm: bool = False, preexec: Any = None, **env: str) -> Job:
     """Start `python COMMAND` on `ranks` ranks; cold, through torchrun (one rank: directly, as a user would)."""
+    assert not (warm and preexec), "a forked job has no moment before its start"
     if warm and not _GPUS:
         return Job(_fork(ranks, command, log, environment(**env)), log)
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []

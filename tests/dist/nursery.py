@@ -109,7 +109,7 @@ def launch(ranks: int) -> None:
             return
         alive.add(pid)
     failed = False
-    signal.signal(signal.SIGALRM, lambda *_: [os.kill(pid, signal.SIGKILL) for pid in alive])
+    signal.signal(signal.SIGALRM, lambda *_: send(alive, signal.SIGKILL))
     while alive:
         pid, status = os.wait()
         alive.remove(pid)
@@ -117,10 +117,15 @@ def launch(ranks: int) -> None:
         if code and not failed:
             failed = True
             print(f"process {pid} ended with exit code {code}, the other ranks are ended", flush=True)
-            for other in alive:
-                os.kill(other, signal.SIGTERM)
+            send(alive, signal.SIGTERM)
             signal.alarm(KILLED_AFTER_S)
     leave(int(failed))
+
+
+def send(pids: set[int], number: int) -> None:
+    """A signal to each of them."""
+    for pid in pids:
+        os.kill(pid, number)
 
 
 def free_port() -> int:

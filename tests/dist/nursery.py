@@ -25,10 +25,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.strategies.filesystem_async import get_write_results_queue
-
-from egmla_megatron.parallel.child_processes import deaf_children
-
 POLL_S = 0.02  # between looks at running jobs
 KILLED_AFTER_S = 10  # what is left of a job of which a rank has failed
 PORTS = range(15_000, 30_000)  # below those that the kernel hands out to sockets
@@ -140,6 +136,10 @@ def free_port() -> int:
 
 def run(command: list[str]) -> int:
     """`python COMMAND`; its exit code."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import get_write_results_queue
+
+    from egmla_megatron.parallel.child_processes import deaf_children
+
     with deaf_children():
         get_write_results_queue("fork")  # the process behind checkpoints, which else imports torch once more
     try:
@@ -147,7 +147,7 @@ def run(command: list[str]) -> int:
             sys.argv = command[1:]
             runpy.run_module(command[1], run_name="__main__", alter_sys=True)
         else:
-            sys.argv = command
+            sys.argv, sys.path[0] = command, str(Path(command[0]).parent)
             runpy.run_path(command[0], run_name="__main__")
     except SystemExit as end:
         if isinstance(end.code, int):

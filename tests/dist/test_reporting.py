@@ -68,7 +68,8 @@ def assert_parts_add_up(run: Path) -> None:
 
 def test_a_slow_rank_of_a_gate_group(jobs: dict[str, tuple[Path, Job]]) -> None:
     run, job = jobs["gate"]
-    assert_slow_rank_is_named(run, 1, job.succeed())
+    output = job.succeed()
+    assert_slow_rank_is_named(run, 1, output)
     assert_parts_add_up(run)
     assert all(step["time_exchange_s"] > 0 for step in events(run, "step"))
     assert events(run, "profile") == []  # of rank 0's traces only

@@ -21,7 +21,7 @@ import signal
 import socket
 import sys
 import traceback
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,10 @@ def serve() -> dict[str, Any]:
                 write_whole(running.pop(pid), str(os.waitstatus_to_exitcode(status)))
         if asked:
             line = sys.stdin.readline()
-            if not line:
+            if not line:  # the tests are over, or were interrupted
+                for pid in running:
+                    with suppress(ProcessLookupError):
+                        os.killpg(pid, signal.SIGKILL)
                 sys.exit()
             job: dict[str, Any] = json.loads(line)
             pid = fork()

@@ -212,7 +212,7 @@ def test_an_id_that_only_one_rank_meets_is_the_only_error(tmp_path: Path) -> Non
     content = bytearray(tokens.read_bytes())
     content[600:602] = (64).to_bytes(2, "little")  # token 300; the vocabulary ends at 63
     tokens.write_bytes(content)
-    job = start_trainer(2, tmp_path / "log", config, "data.eod_id=0", warm=False)
+    job = start_trainer(2, tmp_path / "log", config, "data.eod_id=0")
     assert job.wait() != 0, job.output
     (error,) = error_lines(job.output)
     assert "got token id 64" in error and "document" in error and "position" in error

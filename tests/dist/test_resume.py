@@ -60,7 +60,7 @@ def test_killed_run_with_distributed_optimizer_and_dropout(tmp_path: Path) -> No
     config, reference = write_run(tmp_path, "whole", model, **sections)
     whole = start_trainer(2, tmp_path / "whole.log", config)
     config, run = write_run(tmp_path, "killed", model, **sections)
-    kill_in_the_middle(start_trainer(2, tmp_path / "first.log", config, warm=False))
+    kill_in_the_middle(start_trainer(2, tmp_path / "first.log", config))
     whole.succeed()
     assert len(trained(run)) < STEPS
     start_trainer(2, tmp_path / "second.log", config).succeed()

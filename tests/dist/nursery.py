@@ -21,7 +21,7 @@ import signal
 import socket
 import sys
 import traceback
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +33,13 @@ PORTS = range(15_000, 30_000)  # below those that the kernel hands out to socket
 def import_all() -> None:
     """Everything that a trainer, a worker of these tests or the benchmark imports until its end."""
     import torch._dynamo
+    import megatron.core.dist_checkpointing.strategies.fully_parallel
     import megatron.core.dist_checkpointing.strategies.torch
+    import megatron.core.models.mimo
 
     import egmla_megatron.bench.session
-    import egmla_megatron.checkpoint.load
-    import egmla_megatron.parallel.parity.training
-    import egmla_megatron.train.main
+    import egmla_megatron.parallel.parity.worker
+    import egmla_megatron.train.preflight
     import egmla_megatron.train.session  # noqa: F401
 
 
@@ -50,7 +51,9 @@ def serve() -> dict[str, Any]:
         for pid in list(running):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
-                write_whole(running.pop(pid), str(os.waitstatus_to_exitcode(status)))
+                told = running.pop(pid)
+                told.with_suffix(".new").write_text(str(os.waitstatus_to_exitcode(status)))
+                told.with_suffix(".new").rename(told)  # never seen half written
         if asked:
             line = sys.stdin.readline()
             if not line:  # the tests are over, or were interrupted
@@ -76,23 +79,17 @@ def fork() -> int:
     return os.fork()
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Never seen half written."""
-    new = path.with_suffix(".new")
-    new.write_text(text)
-    new.rename(path)
-
-
 def become(job: dict[str, Any]) -> None:
     """This process is the job from here on: its own session, folder, environment and output."""
     os.setsid()
     os.chdir(job["cwd"])
     os.environ.clear()
     os.environ.update(job["env"])
-    silence, log = os.open(os.devnull, os.O_RDONLY), os.open(job["log"], os.O_WRONLY | os.O_APPEND)
-    for file, target in ((silence, 0), (log, 1), (log, 2)):
-        os.dup2(file, target)
-    os.close(silence)
+    os.close(0)
+    os.open(os.devnull, os.O_RDONLY)  # the lowest that is free: 0
+    log = os.open(job["log"], os.O_WRONLY | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
     os.close(log)
 
 
@@ -131,7 +128,7 @@ def free_port() -> int:
     """Jobs that start side by side look from different places, since they have different process ids."""
     for offset in range(len(PORTS)):
         port = PORTS[(os.getpid() * 7 + offset) % len(PORTS)]
-        with closing(socket.socket()) as probe:
+        with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)):  # nobody listens
                 return port
     raise OSError(f"no free port in {PORTS}")
@@ -153,11 +150,9 @@ def run(command: list[str]) -> int:
             sys.argv, sys.path[0] = command, str(Path(command[0]).parent)
             runpy.run_path(command[0], run_name="__main__")
     except SystemExit as end:
-        if isinstance(end.code, int):
-            return end.code
-        if end.code is not None:
+        if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
-        return int(end.code is not None)
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
         traceback.print_exc()
         return 1

@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# Makes the environment and runs the checks and tests; those of several ranks, 15 minutes more, where they are named:
-# bash tests/run.sh tests/dist. Arguments go to pytest: bash tests/run.sh tests/unit -k config
+# Makes the environment and runs the checks and all tests. Arguments go to pytest: bash tests/run.sh tests/unit -k config
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../launch/common.sh"
 

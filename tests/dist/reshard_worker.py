@@ -3,7 +3,7 @@
     reshard_worker.py FOLDER CHAIN
 
 Every layout loads what the one before it saved (those on fewer ranks were an earlier job), saves it again at once, and
-then takes two steps of its own.
+then takes a step of its own.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Run:
         saver.finish()
 
     def take(self, first: int, steps: int) -> list[float]:
-        """Loss and norm of each step, then the loss after them."""
+        """Loss and norm of each step, then the loss after them, which tells whether the optimizer went on as well."""
         schedule = build_schedule(self.cfg, self.optimizer, first)
         numbers = []
         for step in range(first, first + steps):
@@ -98,7 +98,7 @@ def hand_on(folder: Path, base: World, chain: str) -> dict[str, Any]:
         run.save(SAVED)
         first, got = tensors(checkpoint(folder / links[0][0])), tensors(checkpoint(folder / name))
         changed = [key for key in first.keys() | got.keys() if not same(first.get(key), got.get(key))]
-        found[name] = {"tensors": len(got), "changed": sorted(changed), "numbers": run.take(SAVED, 2)}
+        found[name] = {"tensors": len(got), "changed": sorted(changed), "numbers": run.take(SAVED, 1)}
     return found
 
 

@@ -32,7 +32,8 @@ TOLERANCE = 0.05  # what the prediction leaves out: padding of rows, the loss, t
 def measure(ranks: int, folder: Path, *options: str) -> tuple[dict[str, Any], str]:
     """(the JSON result, all output)."""
     path = folder / "result.json"
-    output = start(ranks, [TOOL, *SMALL, f"--json={path}", *options], folder / "log").succeed()
+    command = [TOOL, *SMALL, f"--json={path}", *options]
+    output = start(ranks, command, folder / "log", warm=ranks > 1).succeed()  # one rank makes networks for others
     return json.loads(path.read_text()), output
 
 

@@ -1,16 +1,21 @@
-"""Every layout on one, two or four gloo ranks is the same training as one rank: what the parity command proves."""
+"""Every layout on one, two or four gloo ranks is the same training as one rank: what the parity command proves.
+
+The command starts its ranks itself, which one case tests; the others share one warm start for each number of ranks.
+"""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from egmla_megatron.parallel.parity.__main__ import prove
+from egmla_megatron.parallel.parity.__main__ import WORKER
 from egmla_megatron.parallel.parity.cases import all_cases
 from egmla_megatron.parallel.parity.table import crash_name, format_table
 from egmla_megatron.parallel.parity.verdict import NUMBER_ERROR, TENSOR_ERROR, passes
+from tests.dist.harness import Job, start
 
 # On four ranks forming the groups takes longer than training: one case of each kind here, all of them by the command.
 ON_FOUR = (
@@ -24,13 +29,35 @@ ON_FOUR = (
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
 
 
+def proof(ranks: int, pattern: str, folder: Path) -> Job:
+    job = start(ranks, ["-m", WORKER, str(folder), pattern], folder / f"log{ranks}", warm=True)
+    job.limit_s = 500.0
+    return job
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """Case -> errors of every rank. One start of the ranks for all cases, since imports cost more than training."""
+    """Case -> errors of every rank."""
     folder: Path = tmp_path_factory.mktemp("parity")
-    everything = prove((1, 2), "*", folder) | prove((4,), ",".join(ON_FOUR), folder)
+    everything: dict[str, list[dict[str, Any]]] = {}
+    jobs = {1: proof(1, "*", folder)}
+    jobs[1].succeed()  # the others read its references
+    # side by side: ranks that wait for each other leave half of the CPUs
+    jobs |= {2: proof(2, "*", folder), 4: proof(4, ",".join(ON_FOUR), folder)}
+    for ranks, job in jobs.items():
+        job.succeed()
+        errors = [json.loads((folder / f"ranks{ranks}_{rank}.json").read_text()) for rank in range(ranks)]
+        everything |= {name: [of_rank[name] for of_rank in errors] for name in errors[0]}
     print(format_table(everything)[0])
     return everything
+
+
+def test_the_command(tmp_path: Path) -> None:
+    command = ["-m", "egmla_megatron.parallel.parity", "--ranks=2", "--only=mul-tp2_sp_gate2", "--json"]
+    output = start(1, [*command, str(tmp_path / "errors")], tmp_path / "log").succeed()
+    assert "1 of 1 cases" in output
+    (errors,) = json.loads((tmp_path / "errors").read_text()).values()
+    assert len(errors) == 2 and all(passes(of_rank) for of_rank in errors)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def test_perplexity_of_a_checkpoint_on_any_layout(root: Path, tmp_path: Path) ->
     def evaluated(name: str, ranks: int, *options: str) -> dict:
         out = tmp_path / f"{name}.json"
         command = [tool, "ppl", str(run), "--data", valid, "--json", str(out), *options]
-        printed = start(ranks, command, tmp_path / f"{name}.log").succeed()
+        printed = start(ranks, command, tmp_path / f"{name}.log", warm=True).succeed()
         assert json.loads(out.read_text())["step"] == 3
         (score,) = json.loads(out.read_text())["scores"]
         assert f"{score['val_loss']:.5f}" in printed

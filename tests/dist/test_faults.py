@@ -1,4 +1,7 @@
-"""What goes wrong in practice, through the real command line: signals, dead ranks, NaN, full disks, torn files."""
+"""What goes wrong in practice, through the real command line: signals, dead ranks, NaN, full disks, torn files.
+
+Where it matters which processes there are, and who ends whom, starts are cold.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ def checkpoints(run: Path) -> list[int]:
 def test_stop_signals_save_and_a_torn_checkpoint_is_passed_over(tmp_path: Path) -> None:
     """Ctrl-C on one rank alone, then SIGTERM to the launcher of two: each run resumes where the other stopped."""
     config, run = write_run(tmp_path, "run", train={"steps": LONG})
-    alone = start_trainer(1, tmp_path / "interrupted.log", config)
+    alone = start_trainer(1, tmp_path / "interrupted.log", config, warm=False)
     wait_for_steps(alone)
     os.kill(alone.process.pid, signal.SIGINT)
     assert alone.wait() == 128 + signal.SIGINT, alone.output
@@ -60,7 +63,8 @@ def test_stop_signals_save_and_a_torn_checkpoint_is_passed_over(tmp_path: Path) 
     manifest = run / "checkpoints/step_00090001/manifest.json"
     manifest.write_text(manifest.read_text()[:-20])
     interval = f"checkpoint.interval_steps={first[0] + 2}"
-    both = start_trainer(2, tmp_path / "terminated.log", config, "parallel.gate_group=2", interval, "data.num_workers=1")
+    overrides = ["parallel.gate_group=2", interval, "data.num_workers=1"]
+    both = start_trainer(2, tmp_path / "terminated.log", config, *overrides, warm=False)
     both.wait_for(f"step_{first[0] + 2:08d}  ")  # saved once: megatron-core's queue process is there too
     both.wait_for(f"step {first[0] + 3:>7}/")
     for rank in ranks_of(both).values():  # as Slurm does: to every process below the launcher
@@ -80,7 +84,9 @@ def test_dead_and_hung_ranks_are_named_and_end_the_others(tmp_path: Path) -> Non
     """Two jobs at once, since both mostly wait. A hung (here: stopped) rank breaks no connection: only its missing
     sign of life tells."""
     dead, hung = (
-        start_trainer(2, tmp_path / f"{name}.log", write_run(tmp_path, name, train=train)[0], "parallel.gate_group=2")
+        start_trainer(
+            2, tmp_path / f"{name}.log", write_run(tmp_path, name, train=train)[0], "parallel.gate_group=2", warm=False
+        )
         for name, train in (
             ("dead", {"steps": LONG, "peer_timeout_s": 10.0}),
             ("hung", {"steps": LONG, "peer_timeout_s": 6.0}),
@@ -196,7 +202,7 @@ def test_disk_that_fills_up_loses_nothing(tmp_path: Path, trained: Path) -> None
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # then writing gives an error, as on a full disk
         resource.setrlimit(resource.RLIMIT_FSIZE, (32 * 1024, 32 * 1024))
 
-    job = start_trainer(1, tmp_path / "log", config, "train.steps=6", preexec=limit_file_size)
+    job = start_trainer(1, tmp_path / "log", config, "train.steps=6", warm=False, preexec=limit_file_size)
     assert job.wait() == 2, job.output[-3000:]
     errors = error_lines(job.output)
     assert len(errors) == 1 and "step_00000004 is intact" in errors[0], job.output[-3000:]

@@ -22,7 +22,7 @@ PARTS = ("data", "forward_backward", "exchange", "gradient_sync", "optimizer")
 
 
 def start_late(log: Path, config: Path, **env: str) -> Job:
-    return start(1, [str(ROOT / "tests/dist/late_worker.py"), str(config)], log, **env)
+    return start(1, [str(ROOT / "tests/dist/late_worker.py"), str(config)], log, warm=True, **env)
 
 
 def numbers(run: Path, kind: str, *names: str) -> list[tuple[Any, ...]]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import gzip
 import json
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from egmla_megatron.train.events import EVENTS
-from tests.dist.harness import ROOT, events, start
+from tests.dist.harness import ROOT, Job, events, start
 from tests.tiny import write_run
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -19,7 +20,8 @@ SLOW, SECONDS = 1, 1.0
 PARTS = ("data", "forward_backward", "exchange", "gradient_sync", "optimizer")
 
 
-def run_with_a_slow_rank(folder: Path, *overrides: str, **parallel: Any) -> tuple[Path, str]:
+def start_with_a_slow_rank(folder: Path, *overrides: str, **parallel: Any) -> tuple[Path, Job]:
+    """(run folder, job)."""
     config, run = write_run(
         folder,
         "run",
@@ -30,7 +32,20 @@ def run_with_a_slow_rank(folder: Path, *overrides: str, **parallel: Any) -> tupl
         logging={"tensorboard": True, "wandb": "disabled", "warmup_steps": 1},
     )
     worker = [str(ROOT / "tests/dist/slow_rank_worker.py"), str(SLOW), str(SECONDS), str(config), *overrides]
-    return run, start(2, worker, folder / "log").succeed()
+    return run, start(2, worker, folder / "log", warm=True)
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Path, Job]]]:
+    """Both side by side, since their ranks mostly sleep."""
+    gate, stage = tmp_path_factory.mktemp("gate"), tmp_path_factory.mktemp("stage")
+    started = {
+        "gate": start_with_a_slow_rank(gate, "profile.steps=[2,3]", f"profile.ranks=[{SLOW}]", gate_group=2),
+        "stage": start_with_a_slow_rank(stage, "profile.steps=[4,4]", pipeline=2),
+    }
+    yield started
+    for _, job in started.values():
+        job.kill()
 
 
 def assert_slow_rank_is_named(run: Path, passes: int, output: str) -> None:
@@ -51,8 +66,9 @@ def assert_parts_add_up(run: Path) -> None:
         assert SECONDS <= sum(parts) <= step["step_time_s"]
 
 
-def test_a_slow_rank_of_a_gate_group(tmp_path: Path) -> None:
-    run, output = run_with_a_slow_rank(tmp_path, "profile.steps=[2,3]", f"profile.ranks=[{SLOW}]", gate_group=2)
+def test_a_slow_rank_of_a_gate_group(jobs: dict[str, tuple[Path, Job]]) -> None:
+    run, job = jobs["gate"]
+    output = job.succeed()
     assert_slow_rank_is_named(run, 1, output)
     assert_parts_add_up(run)
     assert all(step["time_exchange_s"] > 0 for step in events(run, "step"))
@@ -64,9 +80,9 @@ def test_a_slow_rank_of_a_gate_group(tmp_path: Path) -> None:
     assert_trace(run / "profile", SLOW)
 
 
-def test_a_slow_stage(tmp_path: Path) -> None:
-    run, output = run_with_a_slow_rank(tmp_path, "profile.steps=[4,4]", pipeline=2)
-    assert_slow_rank_is_named(run, 2, output)
+def test_a_slow_stage(jobs: dict[str, tuple[Path, Job]]) -> None:
+    run, job = jobs["stage"]
+    assert_slow_rank_is_named(run, 2, job.succeed())
     assert_parts_add_up(run)
     assert [step["time_exchange_s"] for step in events(run, "step")] == [0.0] * 4
     (trace,) = (run / "profile").iterdir()

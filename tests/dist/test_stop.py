@@ -45,10 +45,10 @@ def test_a_signal_while_the_ranks_start(tmp_path: Path, number: signal.Signals) 
     assert not (run / "metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT])
-def test_a_closed_terminal_saves_and_stops(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGHUP, 2), (signal.SIGQUIT, 1)])
+def test_a_closed_terminal_saves_and_stops(tmp_path: Path, number: signal.Signals, ranks: int) -> None:
     config, run = write_run(tmp_path, "run", train={"steps": LONG})
-    job = launch(2, tmp_path / "log", config, "data.num_workers=1")
+    job = launch(ranks, tmp_path / "log", config, "data.num_workers=1")
     job.wait_for("step       3/")
     os.kill(job.process.pid, number)
     assert job.wait() == 128 + number, job.output

@@ -47,7 +47,8 @@ class SmallGradients:
         """
         mine, key = self.buckets.setdefault(bucket, _Bucket(parameters)), id(parameter)
         self.plain[key] = plain
-        small = parameter.numel() <= SMALL
+        # megatron-core adds those that are marked so in any case
+        small = parameter.numel() <= SMALL and not getattr(parameter, "zero_out_wgrad", False)
 
         def arrived(*_: object) -> None:
             plain = self.plain[key]

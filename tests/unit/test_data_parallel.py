@@ -101,6 +101,7 @@ class Norms(torch.nn.Module):
 
         self.large, self.unused = random(WIDTH, SMALL // WIDTH + 1), random(WIDTH)
         self.vectors = torch.nn.ParameterList([random(WIDTH) for _ in range(4)])
+        self.vectors[1].zero_out_wgrad = True  # as megatron-core marks tied embeddings
 
     def forward(self, x_BN: Tensor, *, all_of_them: bool = True) -> Tensor:
         for vector in [*self.vectors, self.vectors[0]][: None if all_of_them else 2]:
@@ -133,7 +134,7 @@ def test_small_gradients_are_added_together_and_to_the_same_bits(
         found.append([weight.main_grad.clone() for weight in module.parameters()])
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(*found, strict=True))
     assert found[0][1].count_nonzero() == 0 and all(main.any() for i, main in enumerate(found[0]) if i != 1)
-    assert additions == [4, 2, 4]
+    assert additions == [3, 1, 3]
 
 
 def test_small_gradients_do_not_wait_for_the_end(world: Any) -> None:

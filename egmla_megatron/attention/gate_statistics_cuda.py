@@ -76,7 +76,8 @@ def shared_statistics(
     )  # fmt: skip
     dist.all_reduce(local_3T, group=group)
     mean_T, variance_T, square_T = (local_3T / group.size()).unbind()
-    return mean_T, torch.rsqrt(variance_T + (square_T - mean_T * mean_T) + eps)
+    between_T = (square_T - mean_T * mean_T).clamp_min(0)  # fp32 may round below it
+    return mean_T, torch.rsqrt(variance_T + between_T + eps)
 
 
 def shared_sums(

@@ -106,7 +106,7 @@ def layer_norm_over_tp(x_SBN: Tensor, weight_N: Tensor, bias_N: Tensor, eps: flo
     # every rank uses the sum, so the gradient of the sum is again summed over ranks: reduce, then copy
     total = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(local, group), group)
     mean, variance, mean_square = (total / group.size()).unbind()
-    variance = variance + (mean_square - mean * mean)
+    variance = variance + (mean_square - mean * mean).clamp_min(0)  # fp32 may round below it
     normed = (x - mean[..., None]) * torch.rsqrt(variance[..., None] + eps)
     return (normed * weight_N.float() + bias_N.float()).to(x_SBN.dtype)
 

@@ -36,6 +36,7 @@ class DataParallel(DistributedDataParallel):
 
     def zero_grad_buffer(self) -> None:
         """As megatron-core's, at the beginning of a step."""
+        self.small.reset()
         for parameter in self.params_with_grad:
             parameter.grad_added_to_main_grad = False
         clean = {id(rows.weight_VLC) for rows in self.deferred if rows.steps}

@@ -22,12 +22,12 @@ class _Bucket:
 
     parameters: int
     arrived: int = 0  # gradients of this backward pass
-    waiting: list[tuple[Parameter, Callable[[], None]]] = field(default_factory=list)
+    waiting: dict[Parameter, Callable[[], None]] = field(default_factory=dict)  # each once, however often it arrived
 
 
 class SmallGradients:
-    """Holds small gradients back until all of their bucket are there or the backward pass is over, whichever comes
-    first: a bucket's reduction starts no later than without."""
+    """Holds small gradients back until all of their bucket are there or the backward pass (of a recomputed part, that
+    part's) is over, whichever comes first."""
 
     def __init__(self) -> None:
         self.buckets: dict[int, _Bucket] = {}
@@ -54,7 +54,7 @@ class SmallGradients:
             plain = self.plain[key]
             mine.arrived += 1
             if small and parameter.grad is not None and not parameter.grad_added_to_main_grad:  # type: ignore[attr-defined]
-                mine.waiting.append((parameter, plain))
+                mine.waiting[parameter] = plain
                 self._call_back()
             else:
                 plain()
@@ -62,6 +62,14 @@ class SmallGradients:
                 _add(mine)
 
         return arrived
+
+    def reset(self) -> None:
+        """Forget what a backward pass that failed has left. Between steps."""
+        self.called_back = False
+        for bucket in self.buckets.values():
+            for parameter in bucket.waiting:
+                parameter.grad = None
+            bucket.waiting, bucket.arrived = {}, 0
 
     def release(self) -> None:
         """Forget megatron-core's hooks, which hold the model. No backward pass may follow."""
@@ -83,13 +91,13 @@ def _add(bucket: _Bucket) -> None:
     bucket.arrived = 0
     if not bucket.waiting:
         return
-    waiting, bucket.waiting = bucket.waiting, []
-    mains: list[Tensor] = [parameter.main_grad for parameter, _ in waiting]  # type: ignore[attr-defined]
+    waiting, bucket.waiting = bucket.waiting, {}
+    mains: list[Tensor] = [parameter.main_grad for parameter in waiting]  # type: ignore[attr-defined]
     # of one type first: additions of several types are a kernel each
-    found = torch.cat([parameter.grad.flatten() for parameter, _ in waiting]).to(mains[0].dtype)  # type: ignore[union-attr]
+    found = torch.cat([parameter.grad.flatten() for parameter in waiting]).to(mains[0].dtype)  # type: ignore[union-attr]
     pieces = found.split([main.numel() for main in mains])
     torch._foreach_add_(mains, [piece.view_as(main) for piece, main in zip(pieces, mains, strict=True)])
-    for parameter, plain in waiting:
+    for parameter, plain in waiting.items():
         parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         plain()
         parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from egmla_megatron.config.to_mcore import ddp_config
 from egmla_megatron.model.build import build_model
+from egmla_megatron.parallel.world import seed_everything
 from egmla_megatron.train.data_parallel import DataParallel, gaps
 from egmla_megatron.train.small_gradients import SMALL
 from tests.tiny import tiny_run
@@ -153,3 +154,80 @@ def test_small_gradients_do_not_wait_for_the_end(world: Any) -> None:
     assert waited == [0]
     ready = [group.per_param_grad_ready_counts for group in groups.values()]
     assert sum(map(len, ready)) == len(list(module.parameters())) - 1  # all but the one that is not needed
+
+
+class _Twice(torch.autograd.Function):
+    """A part of the model that backward runs again by itself, as recomputation does."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BN: Tensor, part: Any) -> Tensor:
+        ctx.save_for_backward(x_BN)
+        ctx.part = part
+        return part(x_BN)
+
+    @staticmethod
+    def backward(ctx: Any, grad_BN: Tensor) -> tuple[Tensor, None]:
+        with torch.enable_grad():
+            x_BN = ctx.saved_tensors[0].detach().requires_grad_()
+            torch.autograd.backward(ctx.part(x_BN), grad_BN)
+        assert x_BN.grad is not None
+        return x_BN.grad, None
+
+
+def small_model(world: Any) -> tuple[DataParallel, Norms]:
+    module = Norms(build_model(tiny_run(), world).config)
+    model = DataParallel(module.config, ddp_config(tiny_run()), module, pg_collection=world.groups, written=[])
+    model.zero_grad_buffer()
+    return model, module
+
+
+def test_a_small_gradient_that_arrives_twice_is_added_as_often(world: Any) -> None:
+    """Two recomputed parts share a vector, behind another one that is waiting already."""
+    model, module = small_model(world)
+    shared, last = module.vectors[2], module.vectors[0]
+    x_BN = torch.ones(3, WIDTH).bfloat16().requires_grad_()
+    for _ in range(2):
+        hidden_BN = _Twice.apply(_Twice.apply(x_BN, lambda x: x * shared), lambda x: x + shared)
+        (hidden_BN * last).sum().backward()
+    double = shared.detach().double().requires_grad_()
+    ((torch.ones(3, WIDTH) * double + double) * last.detach().double()).sum().backward()
+    assert double.grad is not None
+    torch.testing.assert_close(shared.main_grad.double(), 2 * double.grad, rtol=0.02, atol=0.02)
+    del model
+
+
+def test_a_backward_that_fails_leaves_nothing(world: Any) -> None:
+    model, module = small_model(world)
+
+    def fail(_: Tensor) -> None:
+        raise ArithmeticError("on purpose")
+
+    x_BN = torch.ones(3, WIDTH).bfloat16().requires_grad_()
+    handle = x_BN.register_hook(fail)
+    for _ in range(2):
+        with pytest.raises(ArithmeticError, match="on purpose"):
+            model(x_BN, all_of_them=False).backward()
+    handle.remove()
+    model.zero_grad_buffer()
+    model(x_BN, all_of_them=False).backward()
+    found = module.vectors[0].main_grad.clone()
+    model.zero_grad_buffer()
+    model(x_BN, all_of_them=False).backward()
+    assert found.any() and torch.equal(found, module.vectors[0].main_grad)
+
+
+def test_all_gradients_of_a_tied_model_are_megatron_cores(world: Any) -> None:
+    """Its embedding is small, and megatron-core has marked it."""
+    cfg = tiny_run(optimizer={"distributed": False})
+    ids_BS = torch.randint(cfg.model.vocab_size, (2, 8), generator=torch.Generator().manual_seed(0))
+    found = []
+    for kind in (DataParallel, DistributedDataParallel):
+        seed_everything(0, world)
+        built = build_model(cfg, world)
+        written = {"written": []} if kind is DataParallel else {}
+        model = kind(built.config, ddp_config(cfg), built.wrapped[0], pg_collection=world.groups, **written)
+        model.zero_grad_buffer()
+        model(ids_BS, torch.arange(8).expand(2, 8), None, labels=ids_BS.roll(-1, 1)).mean().backward()
+        found.append({name: weight.main_grad.clone() for name, weight in built.module.named_parameters()})
+    assert any(getattr(weight, "zero_out_wgrad", False) for weight in built.module.parameters())
+    assert found[0].keys() == found[1].keys() and all(torch.equal(found[0][name], found[1][name]) for name in found[0])

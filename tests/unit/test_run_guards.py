@@ -19,9 +19,9 @@ from egmla_megatron.checkpoint.failures import raise_unless_disk
 from egmla_megatron.checkpoint.manifest import prune
 from egmla_megatron.errors import UserError
 from egmla_megatron.parallel.child_processes import STOP_SIGNALS
+from egmla_megatron.parallel.together import together
 from egmla_megatron.train import signals
 from egmla_megatron.train.lock import lock_run_dir
-from egmla_megatron.train.setup import together
 from egmla_megatron.train.sinks import JsonLines, Sinks
 
 HOLD = """

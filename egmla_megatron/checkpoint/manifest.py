@@ -16,6 +16,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from egmla_megatron.environment import whole_number
@@ -45,6 +46,7 @@ FORMAT = 1
 MARKER = "COMPLETE"
 DAMAGED = "DAMAGED"
 NAME = re.compile(r"^step_(\d{8,})$")
+_NONE: Mapping[Path, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -167,28 +169,38 @@ def is_complete(path: Path) -> bool:
     return not damage_of(path)
 
 
-def damaged_checkpoints(root: Path) -> dict[Path, str]:
-    """What has a checkpoint's name and cannot be used, oldest first, with the reason. A save that was cut off has
-    another name and is not meant."""
+def _examined(root: Path, unmarked: Mapping[Path, str]) -> dict[Path, str]:
+    """What has a checkpoint's name, oldest first, with its damage; empty: it is complete. Every data file of every
+    checkpoint is looked up for this."""
     if not root.is_dir():
         return {}
-    found = {path: damage_of(path) for path in root.iterdir() if step_of(path) >= 0}
-    return {path: found[path] for path in sorted(found, key=step_of) if found[path]}
+    paths = sorted((path for path in root.iterdir() if step_of(path) >= 0), key=step_of)
+    return {path: damage_of(path) or unmarked.get(path, "") for path in paths}
 
 
-def complete_checkpoints(root: Path) -> list[Path]:
-    """Complete checkpoints of a run, oldest first; half-written ones are passed over."""
-    if not root.is_dir():
-        return []
-    found = [path for path in root.iterdir() if step_of(path) >= 0 and is_complete(path)]
-    return sorted(found, key=step_of)
+def damaged_checkpoints(root: Path, unmarked: Mapping[Path, str] = _NONE) -> dict[Path, str]:
+    """What has a checkpoint's name and cannot be used, oldest first, with the reason. A save that was cut off has
+    another name and is not meant.
+
+    Args:
+        unmarked: those whose bytes changed, with the reason, but which could not be marked.
+    """
+    return {path: why for path, why in _examined(root, unmarked).items() if why}
 
 
-def passed_over(root: Path) -> dict[Path, str]:
+def complete_checkpoints(root: Path, unmarked: Mapping[Path, str] = _NONE) -> list[Path]:
+    """Complete checkpoints of a run, oldest first; half-written ones and `unmarked` are passed over."""
+    return [path for path, why in _examined(root, unmarked).items() if not why]
+
+
+def passed_over(root: Path, unmarked: Mapping[Path, str] = _NONE) -> dict[Path, str]:
     """Damaged checkpoints newer than the newest complete one, with the reasons."""
-    complete = complete_checkpoints(root)
-    newest = step_of(complete[-1]) if complete else -1
-    return {path: why for path, why in damaged_checkpoints(root).items() if step_of(path) > newest}
+    found: dict[Path, str] = {}
+    for path, why in reversed(_examined(root, unmarked).items()):
+        if not why:
+            break
+        found[path] = why
+    return dict(reversed(found.items()))
 
 
 def warn_of_passed_over(root: Path) -> None:

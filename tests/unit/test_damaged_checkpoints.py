@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from egmla_megatron.checkpoint import manifest
 from egmla_megatron.checkpoint.choose import choose_checkpoint, left_out, warn_of_damaged
 from egmla_megatron.checkpoint.manifest import checkpoint_path, damage_of, find_checkpoint, mark_damaged, prune
 from egmla_megatron.config.schema import RunConfig
@@ -104,6 +107,30 @@ def test_a_marked_one_is_passed_over_and_outlives_no_whole_one(tmp_path: Path) -
     assert choose_checkpoint(cfg) == path_of(cfg, 5)
     save(Path(cfg.run.dir) / "checkpoints", 6)  # the run came there again
     assert choose_checkpoint(cfg) == path_of(cfg, 6) and left_out(cfg) == []
+
+
+def test_every_checkpoint_is_examined_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = run_with(tmp_path, 2, 4, 6, 8)
+    for step in (2, 6, 8):
+        cut(path_of(cfg, step))
+    examined: list[Path] = []
+
+    def look(path: Path) -> str:
+        examined.append(path)
+        return damage_of(path)
+
+    monkeypatch.setattr(manifest, "damage_of", look)
+    assert [line.split(":")[0] for line in left_out(cfg)] == ["step_00000006", "step_00000008"]
+    assert sorted(examined) == [path_of(cfg, step) for step in (2, 4, 6, 8)]
+
+
+def test_the_first_rank_alone_examines_them_for_the_line_of_the_start(tmp_path: Path) -> None:
+    from egmla_megatron.train.expected import passed_over
+
+    cfg = run_with(tmp_path, 2, 4)
+    cut(path_of(cfg, 4))
+    first, other = (SimpleNamespace(cfg=cfg, world=SimpleNamespace(is_first=is_first)) for is_first in (True, False))
+    assert len(passed_over(cast(Any, first))) == 1 and passed_over(cast(Any, other)) == []
 
 
 def test_one_that_cannot_be_marked_is_named(tmp_path: Path) -> None:

@@ -60,7 +60,8 @@ def clear_abandoned_build(cfg: RunConfig, abandoned_after_s: float = ABANDONED_A
             return
         if waited_s > patience_s:
             _warn(
-                f"{lock} is {age_s:.0f} s old, waited {waited_s:.0f} s; going on: the first backward waits until it is gone"
+                f"{lock} is {age_s:.0f} s old, waited {waited_s:.0f} s; going on: the first backward waits until it is "
+                "gone"
             )
             return
         if not said:

@@ -17,7 +17,7 @@ def passed_over(run: Prepared) -> list[str]:
     """Newer checkpoints of the run that are damaged, as `choose.left_out`; none on all ranks but the first: every data
     file of every checkpoint is looked up for it, on a disk that all nodes share.
     """
-    return left_out(run.cfg) if run.world.is_first else []
+    return left_out(run.cfg, run.unmarked) if run.world.is_first else []
 
 
 def predicted_memory_mib(run: Prepared, process_mib: float | None) -> dict[str, float] | None:

@@ -70,8 +70,9 @@ class Trainer:
         self.saved_step = self.step  # that the next start would go on from
         self.save_is_due = False  # put off until a step is good
         self.evaluated_at = -1
+        fingerprint = run.datasets.fingerprint
         self.saver = Saver(
-            self.cfg, self.world, run.built, run.model, run.optimizer, run.datasets.fingerprint, self._on_saved
+            self.cfg, self.world, run.built, run.model, run.optimizer, fingerprint, self._on_saved, run.unmarked
         )
 
     def run(self) -> int:

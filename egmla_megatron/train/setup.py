@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from egmla_megatron.attention.gate_ids import GatePlan
 from egmla_megatron.checkpoint.choose import choose_checkpoint, own_checkpoints, warn_of_damaged
 from egmla_megatron.checkpoint.load import load_checkpoint
-from egmla_megatron.checkpoint.manifest import mark_damaged, read_manifest, warn_of
+from egmla_megatron.checkpoint.manifest import NONE, mark_damaged, read_manifest, warn_of
 from egmla_megatron.checkpoint.verify import (
     Changed,
     describe_changed,
@@ -64,6 +64,7 @@ class Prepared:
     resumed_from: str  # checkpoint folder, empty: a fresh start
     optimizer_has_states: bool  # loaded; else it makes them in its first step
     lock: IO[str] | None = None  # on rank 0: holds the run folder as long as it is open
+    unmarked: Mapping[Path, str] = NONE  # see Claim
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class Claim:
     lock: IO[str] | None  # on rank 0: holds the folder as long as it is open
     checkpoint: Path | None  # to start from, None: from the beginning
     complete: str  # empty, or in words why there is nothing to train
+    unmarked: Mapping[Path, str] = NONE  # newer ones whose bytes changed, with the reason, which could not be marked
 
 
 def claim(cfg: RunConfig, world: World) -> Claim:
@@ -96,27 +98,31 @@ def claim(cfg: RunConfig, world: World) -> Claim:
         found = find_changed(path, world)
         if not found:
             break
-        claimed = _first_s_answer(world, partial(_pass_over, cfg, claimed.lock, path, found))
+        claimed = _first_s_answer(world, partial(_pass_over, cfg, claimed, path, found))
     return claimed
 
 
 def _first_s_answer(world: World, action: Callable[[], Claim]) -> Claim:
     mine = together(world, lambda: action() if world.is_first else Claim(None, None, ""))
-    answer: list[Any] = [mine.checkpoint, mine.complete]
+    answer: list[Any] = [mine.checkpoint, mine.complete, dict(mine.unmarked)]
     dist.broadcast_object_list(answer, src=0, group=world.control)
     return Claim(mine.lock, *answer)
 
 
-def _pass_over(cfg: RunConfig, lock: IO[str] | None, path: Path, found: Sequence[Changed]) -> Claim:
-    """The claim without the checkpoint `path`, which every later start passes over as well. Rank 0 calls it."""
-    why = describe_changed(found)
+def _pass_over(cfg: RunConfig, claimed: Claim, path: Path, found: Sequence[Changed]) -> Claim:
+    """The claim without the checkpoint `path`, which every later start passes over as well, where it can be marked.
+    Rank 0 calls it."""
+    why, unmarked = describe_changed(found), claimed.unmarked
     _refuse_one_node_s_word(path, found, why)
-    mark_damaged(path, why)
-    warn_of(path, why)
-    checkpoint = choose_checkpoint(cfg)
+    try:
+        mark_damaged(path, why)
+    except OSError as error:  # a full or read-only disk
+        unmarked = {**unmarked, path: f"{why}; it could not be marked: {error.strerror}"}
+    warn_of(path, unmarked.get(path, why))
+    checkpoint = choose_checkpoint(cfg, unmarked)
     if checkpoint is not None:
         check_same_order(cfg, checkpoint, read_manifest(checkpoint))
-    return Claim(lock, checkpoint, nothing_to_train(cfg, checkpoint))
+    return Claim(claimed.lock, checkpoint, nothing_to_train(cfg, checkpoint), unmarked)
 
 
 def _refuse_one_node_s_word(path: Path, found: Sequence[Changed], why: str) -> None:
@@ -168,6 +174,7 @@ def prepare(cfg: RunConfig, world: World, claimed: Claim) -> Prepared:
         resumed_from=str(checkpoint or ""),
         optimizer_has_states=has_states,
         lock=claimed.lock,
+        unmarked=claimed.unmarked,
     )
 
 

@@ -155,6 +155,21 @@ def test_what_one_other_rank_alone_sees_is_not_marked(
     assert marked(cfg) == []
 
 
+def test_one_that_cannot_be_marked_is_passed_over_by_this_start(
+    cfg: RunConfig, start: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(path: Path, why: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    flip(path_of(cfg, 4))
+    monkeypatch.setattr(setup, "mark_damaged", full)
+    claimed = start()
+    assert claimed.checkpoint == path_of(cfg, 2) and list(claimed.unmarked) == [path_of(cfg, 4)]
+    warning = capsys.readouterr().err
+    assert f"{path_of(cfg, 4)} is damaged and passed over" in warning and "No space left on device" in warning
+    assert marked(cfg) == []
+
+
 def test_what_another_rank_sees_and_rank_0_too_is_marked(
     cfg: RunConfig, start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,10 +17,10 @@ from types import FrameType
 from typing import Any
 
 import psutil
-from tqdm import tqdm
 
 from egmla_megatron.errors import UserError
 from egmla_megatron.parallel.child_processes import end_with
+from egmla_megatron.progress import Bar
 
 __all__ = ["Launch", "read_events", "resume_difference", "run_training"]
 
@@ -82,13 +82,6 @@ def _follow(process: subprocess.Popen[bytes], launch: Launch, kill_at: int | Non
     return False
 
 
-class _Bar(tqdm):
-    """Without the thread that redraws a bar whose steps slow down, and stays when the bar is gone: nothing should fork
-    beside it, as the start of the next training does."""
-
-    monitor_interval = 0
-
-
 def _leave(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
@@ -130,7 +123,7 @@ def run_training(launch: Launch, total_steps: int, label: str, kill_at: int | No
             preexec_fn=partial(end_with, os.getpid()),  # a SIGKILL runs no `finally`
         )
         try:
-            with _Bar(total=total_steps, desc=label, unit="step", mininterval=quiet, miniters=1) as bar:
+            with Bar(total=total_steps, desc=label, unit="step", mininterval=quiet, miniters=1) as bar:
                 killed = _follow(process, launch, kill_at, bar)
                 if not killed and process.returncode == 0:
                     bar.update(total_steps - bar.n)

@@ -17,6 +17,7 @@ from egmla_megatron.errors import UserError
 from egmla_megatron.quickstart import __main__ as quickstart
 from egmla_megatron.quickstart import supervise
 from egmla_megatron.quickstart.supervise import Launch, run_training
+from tests.tiny import write_dataset
 
 
 @pytest.fixture
@@ -114,6 +115,7 @@ QUICKSTART = """
 import sys
 from pathlib import Path
 from egmla_megatron.quickstart.supervise import Launch, run_training
+from tests.tiny import write_dataset
 class Stand(Launch):
     def command(self):
         return [sys.executable, "-c", sys.argv[2], sys.argv[1]]
@@ -172,6 +174,7 @@ def test_the_trainer_is_not_forked_beside_the_bar_s_thread(tmp_path: Path, monke
             return [sys.executable, "-c", ""]
 
     monkeypatch.setattr(subprocess, "Popen", Watched)
+    write_dataset(tmp_path / "data")
     for _ in range(2):  # the quickstart trains twice
         assert not run_training(Nothing(1, "", [], tmp_path / "run", tmp_path / "log"), 1, "train")
     assert beside == [set(), set()]

@@ -173,8 +173,8 @@ def test_the_trainer_is_not_forked_beside_the_bar_s_thread(tmp_path: Path, monke
         def command(self) -> list[str]:
             return [sys.executable, "-c", ""]
 
+    write_dataset(tmp_path / "data")  # as the quickstart does before
     monkeypatch.setattr(subprocess, "Popen", Watched)
-    write_dataset(tmp_path / "data")
     for _ in range(2):  # the quickstart trains twice
         assert not run_training(Nothing(1, "", [], tmp_path / "run", tmp_path / "log"), 1, "train")
     assert beside == [set(), set()]

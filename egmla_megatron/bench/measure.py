@@ -7,6 +7,7 @@ import gc
 import itertools
 import os
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -157,20 +158,30 @@ def _run(launch: Callable[[], _Flight], world: World, steps: int) -> list[tuple[
 
 
 def measure(cfg: RunConfig, world: World, dataset: Any, schedule: Schedule, sinks: Sinks | None = None) -> Measurement:
-    """Called by every rank; the memory of the run is free again afterwards.
+    """Called by every rank; the memory of the run is free again afterwards, also where it could not be built.
 
     Args:
         sinks: of this rank, to which every step is reported as the trainer does; None: steps alone.
     """
+    try:
+        return _build_and_measure(cfg, world, dataset, schedule, sinks)
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)  # their variables hold the model for as long as the error is known
+        raise
+    finally:
+        gc.collect()  # modules and parameters refer to each other
+        if world.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _build_and_measure(
+    cfg: RunConfig, world: World, dataset: Any, schedule: Schedule, sinks: Sinks | None
+) -> Measurement:
     steps = _steps(cfg, world, dataset, sinks)
     try:
         return _measure(cfg, world, steps, schedule)
     finally:
         steps.release()
-        del steps
-        gc.collect()  # modules and parameters refer to each other
-        if world.device.type == "cuda":
-            torch.cuda.empty_cache()
 
 
 def _measure(cfg: RunConfig, world: World, steps: _Steps, schedule: Schedule) -> Measurement:

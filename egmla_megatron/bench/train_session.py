@@ -71,13 +71,28 @@ def run_train_bench(bench: TrainBench, command: Sequence[str]) -> int:
                 world = _world(bench, variant, world)
                 found[variant].append(_measure_everywhere(bench, variant, world))
                 if world.is_first and bench.json is not None:
-                    bench.json.write_text(_as_json(bench, found, world, command), encoding="utf-8")
+                    _write(bench.json, _as_json(bench, found, world, command))
     finally:
         if world.is_first and any(found.values()):
             print(_as_text(bench, found, world), flush=True)
     dist.barrier(group=world.control)
     close_world()
     return 0
+
+
+def _write(path: Path, text: str) -> None:
+    """By way of a temporary name: what earlier variants gave outlives a full disk or a kill. Through links, and
+    straight into what is no file, a pipe say."""
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _as_json(bench: TrainBench, found: _Found, world: World, command: Sequence[str]) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from egmla_megatron.checkpoint.manifest import (
+    NONE,
     Manifest,
     complete_checkpoints,
     damaged_checkpoints,
@@ -40,26 +42,29 @@ def warn_of_damaged(cfg: RunConfig) -> None:
         find_checkpoint(Path(cfg.checkpoint.load))
 
 
-def left_out(cfg: RunConfig) -> list[str]:
+def left_out(cfg: RunConfig, unmarked: Mapping[Path, str] = NONE) -> list[str]:
     """Names of the run's own checkpoints that `choose_checkpoint` passes over, with the reasons, oldest first."""
     if cfg.checkpoint.resume == "never":
         return []
-    return [f"{path.name}: {why}" for path, why in passed_over(own_checkpoints(cfg)).items()]
+    return [f"{path.name}: {why}" for path, why in passed_over(own_checkpoints(cfg), unmarked).items()]
 
 
-def choose_checkpoint(cfg: RunConfig) -> Path | None:
+def choose_checkpoint(cfg: RunConfig, unmarked: Mapping[Path, str] = NONE) -> Path | None:
     """The checkpoint to start from, or None for a fresh start. Silent: see `warn_of_damaged`.
+
+    Args:
+        unmarked: those of the run whose bytes changed, with the reason, but which could not be marked.
 
     Raises:
         UserError: a checkpoint is required and there is none, or all of the run's are damaged: a start from the
             beginning would overwrite what may still be mended.
     """
     root = own_checkpoints(cfg)
-    own = complete_checkpoints(root)
+    own = complete_checkpoints(root, unmarked)
     if cfg.checkpoint.resume != "never":
         if own:
             return own[-1]
-        damaged = damaged_checkpoints(root)
+        damaged = damaged_checkpoints(root, unmarked)
         if damaged:
             raise UserError(
                 f"checkpoint: {describe_damaged(damaged)}, allowed one that is whole; put back a copy, or move {root} "

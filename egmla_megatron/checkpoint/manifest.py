@@ -14,14 +14,17 @@ import re
 import shutil
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from egmla_megatron.environment import whole_number
 from egmla_megatron.errors import UserError
 
 __all__ = [
+    "NONE",
     "Manifest",
     "checkpoint_path",
     "complete_checkpoints",
@@ -33,7 +36,6 @@ __all__ = [
     "mark_complete",
     "mark_damaged",
     "passed_over",
-    "prune",
     "read_manifest",
     "seal",
     "step_of",
@@ -45,6 +47,7 @@ FORMAT = 1
 MARKER = "COMPLETE"
 DAMAGED = "DAMAGED"
 NAME = re.compile(r"^step_(\d{8,})$")
+NONE: Mapping[Path, str] = MappingProxyType({})  # no checkpoints
 
 
 @dataclass(frozen=True)
@@ -111,18 +114,21 @@ def seal(temporary: Path, manifest: Manifest) -> None:
 
 
 def mark_damaged(path: Path, why: str) -> None:
-    """Let no start and no other reader take this checkpoint for whole again; putting back a copy ends it.
+    """Let no start and no other reader take this checkpoint for whole again, until a person puts back a copy and
+    deletes the file.
 
     Raises:
-        UserError: the folder cannot be written.
+        OSError: the folder cannot be written; nothing is left in it.
     """
+    temporary = path / f"{DAMAGED}.tmp"
     try:
-        _write_synced(path / DAMAGED, f"{why}; after putting back a copy delete the file {DAMAGED}")
-    except OSError as error:
-        raise UserError(
-            f"checkpoint: {path} is damaged ({why}) and cannot be marked so ({error.strerror}); rename it to go on "
-            "from the checkpoint before it"
-        ) from error
+        _write_synced(temporary, f"{why}; after putting back a copy delete the file {DAMAGED}")
+        os.replace(temporary, path / DAMAGED)
+    except OSError:
+        with suppress(OSError):  # the first reason is the one to tell
+            temporary.unlink(missing_ok=True)
+        raise
+    _sync(path)
 
 
 def _sync(path: Path) -> None:
@@ -167,28 +173,38 @@ def is_complete(path: Path) -> bool:
     return not damage_of(path)
 
 
-def damaged_checkpoints(root: Path) -> dict[Path, str]:
-    """What has a checkpoint's name and cannot be used, oldest first, with the reason. A save that was cut off has
-    another name and is not meant."""
+def _examined(root: Path, unmarked: Mapping[Path, str]) -> dict[Path, str]:
+    """What has a checkpoint's name, oldest first, with its damage; empty: it is complete. Every data file of every
+    checkpoint is looked up for this."""
     if not root.is_dir():
         return {}
-    found = {path: damage_of(path) for path in root.iterdir() if step_of(path) >= 0}
-    return {path: found[path] for path in sorted(found, key=step_of) if found[path]}
+    paths = sorted((path for path in root.iterdir() if step_of(path) >= 0), key=step_of)
+    return {path: damage_of(path) or unmarked.get(path, "") for path in paths}
 
 
-def complete_checkpoints(root: Path) -> list[Path]:
-    """Complete checkpoints of a run, oldest first; half-written ones are passed over."""
-    if not root.is_dir():
-        return []
-    found = [path for path in root.iterdir() if step_of(path) >= 0 and is_complete(path)]
-    return sorted(found, key=step_of)
+def damaged_checkpoints(root: Path, unmarked: Mapping[Path, str] = NONE) -> dict[Path, str]:
+    """What has a checkpoint's name and cannot be used, oldest first, with the reason. A save that was cut off has
+    another name and is not meant.
+
+    Args:
+        unmarked: those whose bytes changed, with the reason, but which could not be marked.
+    """
+    return {path: why for path, why in _examined(root, unmarked).items() if why}
 
 
-def passed_over(root: Path) -> dict[Path, str]:
+def complete_checkpoints(root: Path, unmarked: Mapping[Path, str] = NONE) -> list[Path]:
+    """Complete checkpoints of a run, oldest first; half-written ones and `unmarked` are passed over."""
+    return [path for path, why in _examined(root, unmarked).items() if not why]
+
+
+def passed_over(root: Path, unmarked: Mapping[Path, str] = NONE) -> dict[Path, str]:
     """Damaged checkpoints newer than the newest complete one, with the reasons."""
-    complete = complete_checkpoints(root)
-    newest = step_of(complete[-1]) if complete else -1
-    return {path: why for path, why in damaged_checkpoints(root).items() if step_of(path) > newest}
+    found: dict[Path, str] = {}
+    for path, why in reversed(_examined(root, unmarked).items()):
+        if not why:
+            break
+        found[path] = why
+    return dict(reversed(found.items()))
 
 
 def warn_of_passed_over(root: Path) -> None:
@@ -260,20 +276,3 @@ def read_manifest(path: Path) -> Manifest:
     if data.get("format") != FORMAT:
         raise UserError(f"checkpoint: {path} has format {data.get('format')}, this version reads {FORMAT}; update")
     return Manifest(**data)
-
-
-def prune(root: Path, keep: int, keep_every_steps: int) -> list[Path]:
-    """Delete all but the newest `keep` complete checkpoints (0: delete none) and those at multiples of
-    `keep_every_steps`; also left-overs of interrupted saves and deletions older than the newest. Returns what went."""
-    complete = complete_checkpoints(root)
-    old = complete[:-keep] if keep else []
-    gone = [path for path in old if not (keep_every_steps and step_of(path) % keep_every_steps == 0)]
-    for path in gone:
-        (path / MARKER).unlink()  # first, so that a half-deleted folder is never taken for whole
-        shutil.rmtree(path)
-    for path in root.glob("step_*"):
-        unfinished = path.suffix == ".incomplete"  # a save that a crash interrupted
-        half_deleted = step_of(path) >= 0 and not (path / MARKER).exists()
-        if complete and (unfinished or half_deleted) and step_of(path.with_suffix("")) < step_of(complete[-1]):
-            shutil.rmtree(path)
-    return gone

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,15 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import get_wri
 from egmla_megatron.checkpoint.failures import SAVE_ERRORS, raise_unless_disk
 from egmla_megatron.checkpoint.manifest import (
     FORMAT,
+    NONE,
     Manifest,
     checkpoint_path,
     complete_checkpoints,
     is_complete,
     mark_complete,
-    prune,
+    mark_damaged,
 )
+from egmla_megatron.checkpoint.prune import prune
 from egmla_megatron.checkpoint.size import checkpoint_bytes
 from egmla_megatron.checkpoint.state import model_state, optimizer_state, rng_state
 from egmla_megatron.config.load import architecture, to_dict
@@ -45,6 +47,8 @@ class Saver:
     Args:
         model: the DDP-wrapped chunks, whose parameters may still be waiting to be gathered.
         on_saved: called on rank 0 with (step, path, seconds) once a checkpoint is complete.
+        unmarked: checkpoints of the run whose bytes changed, with the reason, but which could not be marked. They are
+            marked, or written anew, before anything is pruned: they would be kept in place of whole ones.
     """
 
     def __init__(
@@ -56,9 +60,11 @@ class Saver:
         optimizer: Any,
         data_fingerprint: str,
         on_saved: Callable[[int, Path, float], None],
+        unmarked: Mapping[Path, str] = NONE,
     ) -> None:
         self.cfg, self.world, self.built, self.model, self.optimizer = cfg, world, built, model, optimizer
         self.data_fingerprint, self.on_saved = data_fingerprint, on_saved
+        self.unmarked = dict(unmarked)
         self.root = Path(cfg.run.dir) / "checkpoints"
         background = cfg.checkpoint.asynchronous and world.device.type == "cuda"
         self.queue = AsyncCallsQueue() if background else None
@@ -74,7 +80,7 @@ class Saver:
         """
         self.finish()  # one write at a time, and it may be of this very step
         final = checkpoint_path(self.root, step)
-        if self._agree(is_complete(final)):
+        if self._agree(is_complete(final) and final not in self.unmarked):
             return
         started = time.time()
         temporary = final.with_name(final.name + ".incomplete")
@@ -165,6 +171,7 @@ class Saver:
                 except OSError as error:
                     failure[0] = str(error)
                 else:
+                    self.unmarked.pop(final, None)  # it is another one now
                     if prune:
                         self._prune()
                     self.on_saved(step, final, time.time() - started)
@@ -177,9 +184,20 @@ class Saver:
     def _prune(self) -> None:
         """Old checkpoints that cannot be deleted cost space, not the run."""
         try:
+            self._mark()
+        except OSError as error:
+            print(f"warning: nothing is deleted in {self.root}: {error}", file=sys.stderr, flush=True)
+            return
+        try:
             prune(self.root, self.cfg.checkpoint.keep, self.cfg.checkpoint.keep_every_steps)
         except OSError as error:
             print(f"warning: an old checkpoint in {self.root} cannot be deleted ({error})", file=sys.stderr, flush=True)
+
+    def _mark(self) -> None:
+        """The damaged ones that a start could not mark."""
+        for path, why in list(self.unmarked.items()):
+            mark_damaged(path, why)
+            del self.unmarked[path]
 
     def _manifest(self, step: int) -> Manifest:
         import megatron.core

@@ -119,8 +119,11 @@ class Window(io.RawIOBase):
         return self.at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self.at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: self.length}[whence]
-        return self.at
+        at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: self.length}[whence]
+        if at < 0:  # the file's own answer would be an OSError, as if the disk had failed
+            raise ValueError(f"position {at} of a part of a file")
+        self.at = at
+        return at
 
     def readinto(self, buffer: Any) -> int:
         self.file.seek(self.start + self.at)

@@ -69,7 +69,8 @@ def write_tokens(
     The end-of-document id is not appended here. UserError for ids out of range and for an empty data set.
     """
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-    from tqdm import tqdm
+
+    from egmla_megatron.progress import Bar
 
     dtype = id_dtype(vocab_size)
     Path(prefix).parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +78,7 @@ def write_tokens(
     count = {"tokens": 0, "documents": 0}
     try:
         builder = IndexedDatasetBuilder(str(partial["bin"]), dtype=dtype.type)  # it wants the class
-        with builder.data_file, tqdm(documents, desc=f"writing {Path(prefix).name}", total=total, unit="doc") as bar:
+        with builder.data_file, Bar(documents, desc=f"writing {Path(prefix).name}", total=total, unit="doc") as bar:
             for number, document in enumerate(bar):
                 ids = _checked_ids(document, number, vocab_size)
                 builder.add_document(ids, [len(ids)])

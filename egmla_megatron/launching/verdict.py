@@ -96,12 +96,11 @@ def judge(launches: Sequence[Launch]) -> Verdict:
 
 def _stuck(launches: Sequence[Launch]) -> str:
     """Why a further start would be in vain; empty: it may help."""
-    crashes = _last_in_a_row(launches, lambda launch: launch.outcome in ("crash", "lost"))
+    crashes = _of_this_job(_last_in_a_row(launches, lambda launch: launch.outcome in ("crash", "lost")))
     same = _same_end(crashes, lambda launch: launch.reached)
     if len(same) >= SAME_STEP:
         return f"{len(same)} crashes in a row at step {same[-1].reached}, not started again. " + _diagnosis(same)
-    ends = [launch for launch in _last_in_a_row(launches, _in_vain) if launch.job == launches[-1].job]
-    same = _same_end(ends, lambda launch: launch.from_step)
+    same = _same_end(_of_this_job(_last_in_a_row(launches, _in_vain)), lambda launch: launch.from_step)
     preempted = sum(map(_preempted, same))
     if len(same) - preempted >= NO_PROGRESS or preempted >= PREEMPTED:
         of_them = f" ({preempted} of them preempted, of which {PREEMPTED} are allowed)" if preempted else ""
@@ -131,6 +130,11 @@ def _last_in_a_row(launches: Sequence[Launch], counts: Callable[[Launch], bool])
             break
         found.insert(0, launch)
     return found
+
+
+def _of_this_job(launches: Sequence[Launch]) -> list[Launch]:
+    """A job that is submitted again has all of its tries."""
+    return [launch for launch in launches if launch.job == launches[-1].job]
 
 
 def _same_end(launches: Sequence[Launch], key: Callable[[Launch], int]) -> list[Launch]:

@@ -17,10 +17,10 @@ from types import FrameType
 from typing import Any
 
 import psutil
-from tqdm import tqdm
 
 from egmla_megatron.errors import UserError
 from egmla_megatron.parallel.child_processes import end_with
+from egmla_megatron.progress import Bar
 
 __all__ = ["Launch", "read_events", "resume_difference", "run_training"]
 
@@ -89,10 +89,11 @@ def _leave(number: int, frame: FrameType | None) -> None:
 @contextlib.contextmanager
 def _leaving_by_exception() -> Iterator[None]:
     """SIGTERM and SIGHUP (unless nohup says to ignore it) end this process as an exception does: cleaning up."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    for number, handler in before.items():
-        if handler != signal.SIG_IGN:
-            signal.signal(number, _leave)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    # None: set by something other than Python, which could not be put back
+    before = {number: handler for number, handler in handlers.items() if handler not in (signal.SIG_IGN, None)}
+    for number in before:
+        signal.signal(number, _leave)
     try:
         yield
     finally:
@@ -112,8 +113,7 @@ def run_training(launch: Launch, total_steps: int, label: str, kill_at: int | No
         UserError: the trainer failed; carries the end of its log.
     """
     quiet = 0.5 if sys.stderr.isatty() else 10.0  # seconds between redraws: a log file needs few
-    bar = tqdm(total=total_steps, desc=label, unit="step", mininterval=quiet)
-    with open(launch.log, "ab") as log, bar, _leaving_by_exception():
+    with open(launch.log, "ab") as log, _leaving_by_exception():
         process = subprocess.Popen(
             launch.command(),
             stdout=log,
@@ -123,13 +123,14 @@ def run_training(launch: Launch, total_steps: int, label: str, kill_at: int | No
             preexec_fn=partial(end_with, os.getpid()),  # a SIGKILL runs no `finally`
         )
         try:
-            killed = _follow(process, launch, kill_at, bar)
+            with Bar(total=total_steps, desc=label, unit="step", mininterval=quiet, miniters=1) as bar:
+                killed = _follow(process, launch, kill_at, bar)
+                if not killed and process.returncode == 0:
+                    bar.update(total_steps - bar.n)
         finally:
             if process.poll() is None:  # Ctrl-C or another signal here: the trainer saves and ends
                 os.killpg(process.pid, signal.SIGTERM)
                 process.wait()
-        if not killed and process.returncode == 0:
-            bar.update(total_steps - bar.n)
     if not killed and process.returncode != 0:
         tail = launch.log.read_text(errors="replace").splitlines()
         errors = [line.removeprefix("error: ") for line in tail if line.startswith("error:")]

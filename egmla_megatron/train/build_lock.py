@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -19,6 +20,7 @@ __all__ = ["ABANDONED_AFTER_S", "clear_abandoned_build", "extension_lock"]
 EXTENSION = "share_storage_ext"  # megatron/core/tensor_parallel/random.py
 # a build takes about a minute; one on another node of a shared home cannot be seen, only be given time
 ABANDONED_AFTER_S = 300.0
+_PART_OF_TIMEOUT = 0.5  # of train.collective_timeout_s, which the other ranks' rendezvous has, too
 _LOOK_EVERY_S = 0.5
 
 
@@ -40,22 +42,32 @@ def clear_abandoned_build(cfg: RunConfig, abandoned_after_s: float = ABANDONED_A
     """Remove, with a warning, the lock of a build that nobody works at. Called by one rank of a node.
 
     Nobody does where no process of this machine has the file open and it is older than `abandoned_after_s` seconds; a
-    younger one is waited for, and said so.
+    younger one is waited for, and said so. The wait ends after a part of `train.collective_timeout_s`, for so long the
+    other ranks wait for this one; what is still young then is left where it is.
 
     Raises:
-        UserError: it cannot be removed.
+        UserError: it cannot be removed, or its folder cannot be written.
     """
     if cfg.train.recompute != "selective":
         return
     lock, begun, said = extension_lock(), time.monotonic(), False
-    while (age_s := _age_s(lock)) is not None and not _holders(lock):
-        if max(age_s, time.monotonic() - begun) > abandoned_after_s:
+    patience_s = _PART_OF_TIMEOUT * cfg.train.collective_timeout_s
+    ahead_s = _ahead_s(lock.parent) if lock.exists() else 0.0
+    while (age_s := _age_s(lock, ahead_s)) is not None and not _holders(lock):
+        waited_s = time.monotonic() - begun
+        if max(age_s, waited_s) > abandoned_after_s:
             _remove(lock, age_s)
+            return
+        if waited_s > patience_s:
+            _warn(
+                f"{lock} is {age_s:.0f} s old, waited {waited_s:.0f} s; going on: the first backward waits until it is "
+                "gone"
+            )
             return
         if not said:
             _warn(
                 f"{lock} is {age_s:.0f} s old and no process of this machine builds; waiting for another node's build, "
-                f"or until the file is {abandoned_after_s:.0f} s old"
+                f"or until the file is {abandoned_after_s:.0f} s old, at most {patience_s:.1f} s"
             )
             said = True
         time.sleep(_LOOK_EVERY_S)
@@ -65,11 +77,29 @@ def _warn(text: str) -> None:
     print(f"warning: train.recompute=selective: {text}", file=sys.stderr, flush=True)
 
 
-def _age_s(lock: Path) -> float | None:
+def _age_s(lock: Path, ahead_s: float) -> float | None:
+    """None: no lock."""
     try:
-        return max(0.0, time.time() - lock.stat().st_mtime)
+        return max(0.0, time.time() + ahead_s - lock.stat().st_mtime)
     except FileNotFoundError:
         return None
+
+
+def _ahead_s(folder: Path) -> float:
+    """Seconds by which the clock that dates the files there, a file server's say, is ahead of this machine's."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"now")
+            file.flush()
+            os.fsync(file.fileno())  # a file server dates what reaches it
+            return os.stat(file.fileno()).st_mtime - time.time()
+    except FileNotFoundError:  # removed with the lock meanwhile
+        return 0.0
+    except OSError as error:
+        raise UserError(
+            f"train.recompute=selective: megatron-core's extension is built in {folder}, which cannot be written "
+            f"({error.strerror}); set TORCH_EXTENSIONS_DIR to a folder that can"
+        ) from error
 
 
 def _remove(lock: Path, age_s: float) -> None:

@@ -1,15 +1,23 @@
-"""What a run is expected to need, for the line of its start."""
+"""What the line of a start says after a look at data and disk, on the first rank alone: no other writes it."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 
+from egmla_megatron.checkpoint.choose import left_out
 from egmla_megatron.report.cpu_memory import predict_resident_mib
 from egmla_megatron.report.distinct import with_measured_ids
 from egmla_megatron.report.memory import worst_stage
 from egmla_megatron.train.setup import Prepared
 
-__all__ = ["predicted_memory_mib"]
+__all__ = ["passed_over", "predicted_memory_mib"]
+
+
+def passed_over(run: Prepared) -> list[str]:
+    """Newer checkpoints of the run that are damaged, as `choose.left_out`; none on all ranks but the first: every data
+    file of every checkpoint is looked up for it, on a disk that all nodes share.
+    """
+    return left_out(run.cfg, run.unmarked) if run.world.is_first else []
 
 
 def predicted_memory_mib(run: Prepared, process_mib: float | None) -> dict[str, float] | None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from egmla_megatron.checkpoint.choose import left_out
 from egmla_megatron.checkpoint.save import Saver
 from egmla_megatron.data.batch import Batch
 from egmla_megatron.data.blend import tokenizer_sha256
@@ -20,7 +19,7 @@ from egmla_megatron.errors import UserError
 from egmla_megatron.model.count import count_parameters
 from egmla_megatron.parallel.liveness import COMPUTING, PeerWatch
 from egmla_megatron.train.endings import not_saved, too_many_bad_steps
-from egmla_megatron.train.expected import predicted_memory_mib
+from egmla_megatron.train.expected import passed_over, predicted_memory_mib
 from egmla_megatron.train.metrics import Phases, memory_of
 from egmla_megatron.train.profiler import StepProfiler
 from egmla_megatron.train.reporter import Launched, StepReporter
@@ -71,8 +70,9 @@ class Trainer:
         self.saved_step = self.step  # that the next start would go on from
         self.save_is_due = False  # put off until a step is good
         self.evaluated_at = -1
+        fingerprint = run.datasets.fingerprint
         self.saver = Saver(
-            self.cfg, self.world, run.built, run.model, run.optimizer, run.datasets.fingerprint, self._on_saved
+            self.cfg, self.world, run.built, run.model, run.optimizer, fingerprint, self._on_saved, run.unmarked
         )
 
     def run(self) -> int:
@@ -270,7 +270,7 @@ class Trainer:
                 "step": self.step,
                 "total_steps": self.cfg.total_steps,
                 "resumed_from": self.run_.resumed_from,
-                "passed_over": left_out(self.cfg),
+                "passed_over": passed_over(self.run_),
                 "world_size": self.world.size,
                 "device": device_name(self.world.device),
                 "implementation": self.run_.built.implementation,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -14,8 +14,15 @@ import torch.distributed as dist
 from egmla_megatron.attention.gate_ids import GatePlan
 from egmla_megatron.checkpoint.choose import choose_checkpoint, own_checkpoints, warn_of_damaged
 from egmla_megatron.checkpoint.load import load_checkpoint
-from egmla_megatron.checkpoint.manifest import mark_damaged, read_manifest, warn_of
-from egmla_megatron.checkpoint.verify import describe_changed, refuse_changed
+from egmla_megatron.checkpoint.manifest import NONE, mark_damaged, read_manifest, warn_of
+from egmla_megatron.checkpoint.verify import (
+    Changed,
+    describe_changed,
+    find_changed,
+    refuse_changed,
+    still_changed,
+    unreadable,
+)
 from egmla_megatron.config.check import Layout
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.data.batch import Batch, DataShare, batch_iterator
@@ -23,6 +30,7 @@ from egmla_megatron.data.dataset import Datasets, build_datasets, micro_batch_in
 from egmla_megatron.data.validation import validation_samples
 from egmla_megatron.errors import UserError
 from egmla_megatron.model.build import BuiltModel, build_model
+from egmla_megatron.parallel.together import together
 from egmla_megatron.parallel.world import World, seed_everything
 from egmla_megatron.train.lock import lock_run_dir
 from egmla_megatron.train.optimizer import build_optimizer, build_schedule, wrap_ddp
@@ -56,6 +64,7 @@ class Prepared:
     resumed_from: str  # checkpoint folder, empty: a fresh start
     optimizer_has_states: bool  # loaded; else it makes them in its first step
     lock: IO[str] | None = None  # on rank 0: holds the run folder as long as it is open
+    unmarked: Mapping[Path, str] = NONE  # see Claim
 
 
 @dataclass(frozen=True)
@@ -65,6 +74,7 @@ class Claim:
     lock: IO[str] | None  # on rank 0: holds the folder as long as it is open
     checkpoint: Path | None  # to start from, None: from the beginning
     complete: str  # empty, or in words why there is nothing to train
+    unmarked: Mapping[Path, str] = NONE  # newer ones whose bytes changed, with the reason, which could not be marked
 
 
 def claim(cfg: RunConfig, world: World) -> Claim:
@@ -72,10 +82,12 @@ def claim(cfg: RunConfig, world: World) -> Claim:
     rank 0's answer: another rank may not see a fresh folder or line on a shared disk yet.
 
     A checkpoint of the run whose bytes changed is marked, and the one before it chosen: a run that nobody watches loses
-    some steps by it, not the time until somebody looks.
+    some steps by it, not the time until somebody looks. Marked only where rank 0 sees the change, too: one node whose
+    disk, mount or memory fails would condemn every checkpoint of the run.
 
     Raises:
-        UserError: on every rank; another job is there, or no checkpoint can be used.
+        UserError: on every rank; another job is there, no checkpoint can be used, a rank cannot read, or it alone sees
+            a change.
     """
     claimed = _first_s_answer(world, lambda: _claim(cfg))
     while cfg.checkpoint.verify and claimed.checkpoint is not None and not claimed.complete:
@@ -83,28 +95,53 @@ def claim(cfg: RunConfig, world: World) -> Claim:
         if path.parent != own_checkpoints(cfg):
             refuse_changed(path, world)  # somebody has just named it, and may name another
             break
-        why = describe_changed(path, world)
-        if not why:
+        found = find_changed(path, world)
+        if not found:
             break
-        claimed = _first_s_answer(world, partial(_pass_over, cfg, claimed.lock, path, why))
+        claimed = _first_s_answer(world, partial(_pass_over, cfg, claimed, path, found))
     return claimed
 
 
 def _first_s_answer(world: World, action: Callable[[], Claim]) -> Claim:
     mine = together(world, lambda: action() if world.is_first else Claim(None, None, ""))
-    answer: list[Any] = [mine.checkpoint, mine.complete]
+    answer: list[Any] = [mine.checkpoint, mine.complete, dict(mine.unmarked)]
     dist.broadcast_object_list(answer, src=0, group=world.control)
     return Claim(mine.lock, *answer)
 
 
-def _pass_over(cfg: RunConfig, lock: IO[str] | None, path: Path, why: str) -> Claim:
-    """The claim without the checkpoint `path`, which every later start passes over as well."""
-    mark_damaged(path, why)
-    warn_of(path, why)
-    checkpoint = choose_checkpoint(cfg)
+def _pass_over(cfg: RunConfig, claimed: Claim, path: Path, found: Sequence[Changed]) -> Claim:
+    """The claim without the checkpoint `path`, which every later start passes over as well, where it can be marked.
+    Rank 0 calls it."""
+    why, unmarked = describe_changed(found), claimed.unmarked
+    _refuse_one_node_s_word(path, found, why)
+    try:
+        mark_damaged(path, why)
+    except OSError as error:  # a full or read-only disk
+        unmarked = {**unmarked, path: f"{why}; it could not be marked: {error.strerror}"}
+    warn_of(path, unmarked.get(path, why))
+    checkpoint = choose_checkpoint(cfg, unmarked)
     if checkpoint is not None:
         check_same_order(cfg, checkpoint, read_manifest(checkpoint))
-    return Claim(lock, checkpoint, nothing_to_train(cfg, checkpoint))
+    return Claim(claimed.lock, checkpoint, nothing_to_train(cfg, checkpoint), unmarked)
+
+
+def _refuse_one_node_s_word(path: Path, found: Sequence[Changed], why: str) -> None:
+    """Read what others found changed again, here.
+
+    Raises:
+        UserError: it is whole here, or cannot be read.
+    """
+    try:
+        agreed = still_changed(path, found)
+    except OSError as error:
+        raise unreadable(path, 0, error) from error
+    if not agreed:
+        who = ", ".join(f"rank {rank} on {host}" for rank, host in sorted({(each.rank, each.host) for each in found}))
+        raise UserError(
+            f"checkpoint: {path} reads as changed on {who} ({why}), but is whole where rank 0 reads it again: nothing "
+            "was marked; suspect the memory, the disk cache or the mount of that node, leave it out and start again "
+            "(checkpoint.verify=false: load it as it is)"
+        )
 
 
 def prepare(cfg: RunConfig, world: World, claimed: Claim) -> Prepared:
@@ -137,28 +174,8 @@ def prepare(cfg: RunConfig, world: World, claimed: Claim) -> Prepared:
         resumed_from=str(checkpoint or ""),
         optimizer_has_states=has_states,
         lock=claimed.lock,
+        unmarked=claimed.unmarked,
     )
-
-
-def together[T](world: World, action: Callable[[], T]) -> T:
-    """What `action` gives on this rank; an error on every rank when it raises one on any: none is left waiting.
-
-    `action` must not call a collective: the rank that fails would miss it.
-    """
-    result, mine = None, None
-    try:
-        result = action()
-    except Exception as error:  # raised again below, once the others know
-        mine = error
-    problems: list[str | None] = [None] * world.size
-    text = None if mine is None else str(mine) if isinstance(mine, UserError) else f"{type(mine).__name__}: {mine}"
-    dist.all_gather_object(problems, text, group=world.control)
-    if mine is not None:
-        raise mine
-    first = next((problem for problem in problems if problem is not None), None)
-    if first is not None:
-        raise UserError(first)
-    return cast(T, result)
 
 
 def _claim(cfg: RunConfig) -> Claim:

@@ -89,7 +89,9 @@ class Job:
         return self.output
 
     def kill(self) -> None:
-        """SIGKILL to every process of the job, at once."""
+        """SIGKILL to every process of the job, at once; nothing when it has ended: its id may be another's by now."""
+        if self.process.poll() is not None:
+            return
         for group in {self.process.pid, *_groups_of_children(self.process.pid)}:
             try:
                 os.killpg(group, signal.SIGKILL)

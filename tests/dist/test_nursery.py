@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +49,18 @@ def test_the_same_surroundings_and_exit_code(tmp_path: Path, code: int) -> None:
         assert job.wait() == code
         found.append(json.loads(job.output))
     assert found[0] == found[1] and found[0]["alone"]
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_job_that_has_ended_is_not_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm: bool) -> None:
+    script = tmp_path / "nothing.py"
+    script.touch()
+    job = start(1, [str(script)], tmp_path / "log", warm=warm)
+    job.succeed()
+    killed: list[int] = []
+    monkeypatch.setattr(os, "killpg", lambda group, number: killed.append(group))
+    job.kill()
+    assert killed == []
 
 
 def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:

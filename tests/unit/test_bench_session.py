@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from egmla_megatron.bench import measure as measuring
 from egmla_megatron.bench import train_session
 from egmla_megatron.bench.batches import open_dataset
 from egmla_megatron.bench.measure import measure
@@ -32,6 +34,46 @@ def test_a_measured_model_is_gone(world: Any, distributed: bool) -> None:
     for _ in range(2):
         measure(cfg, world, open_dataset(cfg, schedule.total), schedule)
         assert models() == before
+
+
+def test_a_model_that_could_not_be_built_whole_is_gone(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise MemoryError("no memory for an optimizer")
+
+    cfg = tiny_run(data={"train": []})
+    before, schedule = models(), Schedule(1, 2, 0)
+    monkeypatch.setattr(measuring, "build_optimizer", fail)
+    gc.disable()  # it is for `measure` to collect
+    try:
+        with pytest.raises(MemoryError, match="no memory for an optimizer"):
+            measure(cfg, world, open_dataset(cfg, schedule.total), schedule)
+        assert sum(isinstance(each, EGMLAModel) for each in gc.get_objects()) == before
+    finally:
+        gc.enable()
+
+
+def test_a_full_disk_leaves_the_results_of_before(world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = tiny_run(data={"train": []})
+    (variant,) = choose_variants(["base"])
+    written: list[str] = []
+    write = Path.write_text
+
+    def full(self: Path, text: str, **options: Any) -> int:
+        if self.suffix not in (".json", ".tmp"):
+            return write(self, text, **options)
+        written.append(text)
+        if len(written) == 1:
+            return write(self, text, **options)
+        write(self, text[:50], **options)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(train_session, "open_world", lambda *_: world)
+    monkeypatch.setattr(Path, "write_text", full)
+    out = tmp_path / "out.json"
+    bench = TrainBench({variant: cfg}, {variant: world.layout}, {}, Schedule(1, 2, 0), 2, "", out)
+    with pytest.raises(OSError, match="No space left"):
+        run_train_bench(bench, ["bench"])
+    assert out.read_text() == written[0] and list(tmp_path.iterdir()) == [out]
 
 
 def test_what_was_measured_before_a_failure(

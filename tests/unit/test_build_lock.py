@@ -29,9 +29,9 @@ time.sleep(60)
 """
 
 
-def run_with(recompute: str) -> RunConfig:
+def run_with(recompute: str, **train: float) -> RunConfig:
     cfg = tiny_run()
-    return replace(cfg, train=replace(cfg.train, recompute=recompute))  # type: ignore[arg-type]
+    return replace(cfg, train=replace(cfg.train, recompute=recompute, **train))  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -80,6 +80,29 @@ def test_a_young_one_is_waited_for_and_then_removed(lock: Path, capsys: pytest.C
     assert not lock.exists()
     waiting, removed = capsys.readouterr().err.splitlines()
     assert "waiting" in waiting and str(lock) in waiting and "removed" in removed
+
+
+def test_the_wait_leaves_the_other_ranks_their_time(lock: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    abandon(lock, 0)
+    clear_abandoned_build(run_with("selective", collective_timeout_s=1.0), abandoned_after_s=4.0)
+    assert lock.exists()
+    waiting, going_on = capsys.readouterr().err.splitlines()
+    assert "waiting" in waiting and "going on" in going_on
+
+
+@pytest.mark.parametrize("ahead_s", [1000.0, -1000.0])
+def test_age_is_told_by_the_clock_that_dates_the_files(
+    lock: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, ahead_s: float
+) -> None:
+    """This machine's is ahead of it: a lock of now looks old. It is behind: an old one looks young."""
+    abandon(lock, 0 if ahead_s > 0 else 400)
+    clock = time.time
+    monkeypatch.setattr(time, "time", lambda: clock() + ahead_s)
+    clear_abandoned_build(run_with("selective", collective_timeout_s=1.0))
+    assert lock.exists() == (ahead_s > 0)
+    error = capsys.readouterr().err
+    assert f"{lock} is 0 s old" in error if ahead_s > 0 else f"removed {lock}, 400 s old" in error
+    assert [path.name for path in lock.parent.iterdir()] == (["lock"] if ahead_s > 0 else [])
 
 
 def test_a_build_that_runs_is_left_alone(lock: Path) -> None:

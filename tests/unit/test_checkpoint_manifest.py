@@ -16,10 +16,10 @@ from egmla_megatron.checkpoint.manifest import (
     find_checkpoint,
     is_complete,
     mark_complete,
-    prune,
     read_manifest,
     step_of,
 )
+from egmla_megatron.checkpoint.prune import prune
 from egmla_megatron.errors import UserError
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from egmla_megatron.checkpoint import manifest
 from egmla_megatron.checkpoint.choose import choose_checkpoint, left_out, warn_of_damaged
-from egmla_megatron.checkpoint.manifest import checkpoint_path, damage_of, find_checkpoint, mark_damaged, prune
+from egmla_megatron.checkpoint.manifest import checkpoint_path, damage_of, find_checkpoint, mark_damaged
+from egmla_megatron.checkpoint.prune import prune
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.errors import UserError
 from tests.tiny import tiny_run
@@ -106,11 +111,72 @@ def test_a_marked_one_is_passed_over_and_outlives_no_whole_one(tmp_path: Path) -
     assert choose_checkpoint(cfg) == path_of(cfg, 6) and left_out(cfg) == []
 
 
-def test_one_that_cannot_be_marked_is_named(tmp_path: Path) -> None:
+def test_every_checkpoint_is_examined_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = run_with(tmp_path, 2, 4, 6, 8)
+    for step in (2, 6, 8):
+        cut(path_of(cfg, step))
+    examined: list[Path] = []
+
+    def look(path: Path) -> str:
+        examined.append(path)
+        return damage_of(path)
+
+    monkeypatch.setattr(manifest, "damage_of", look)
+    assert [line.split(":")[0] for line in left_out(cfg)] == ["step_00000006", "step_00000008"]
+    assert sorted(examined) == [path_of(cfg, step) for step in (2, 4, 6, 8)]
+
+
+def test_the_first_rank_alone_examines_them_for_the_line_of_the_start(tmp_path: Path) -> None:
+    from egmla_megatron.train.expected import passed_over
+
+    cfg = run_with(tmp_path, 2, 4)
+    cut(path_of(cfg, 4))
+    first, other = (
+        SimpleNamespace(cfg=cfg, unmarked={}, world=SimpleNamespace(is_first=is_first)) for is_first in (True, False)
+    )
+    assert len(passed_over(cast(Any, first))) == 1 and passed_over(cast(Any, other)) == []
+
+
+def test_a_full_disk_leaves_no_half_a_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(tmp_path, 2)
-    (path / "DAMAGED").mkdir()
-    with pytest.raises(UserError, match=r"step_00000002 is damaged \(bytes\) and cannot be marked.*rename it"):
+    before = sorted(path.iterdir())
+
+    def fsync(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError, match="No space left"):
         mark_damaged(path, "bytes")
+    assert sorted(path.iterdir()) == before and damage_of(path) == ""
+
+
+def test_one_that_could_not_be_marked_is_passed_over(tmp_path: Path) -> None:
+    cfg = run_with(tmp_path, 2, 4)
+    unmarked = {path_of(cfg, 4): "bytes"}
+    assert choose_checkpoint(cfg, unmarked) == path_of(cfg, 2)
+    assert left_out(cfg, unmarked) == ["step_00000004: bytes"]
+    with pytest.raises(UserError, match=r"all 2 checkpoints in .*step_00000004: bytes"):
+        choose_checkpoint(cfg, unmarked | {path_of(cfg, 2): "bytes, too"})
+
+
+@pytest.mark.parametrize(
+    ("keep", "every", "left"),
+    [
+        (2, 0, [8, 10]),
+        (3, 0, [6, 8, 10]),
+        (4, 0, [2, 4, 6, 8, 10]),
+        (0, 0, [2, 4, 6, 8, 10]),
+        (2, 4, [4, 8, 10]),
+    ],
+)
+def test_a_marked_one_goes_when_enough_whole_ones_are_newer(
+    tmp_path: Path, keep: int, every: int, left: list[int]
+) -> None:
+    for step in (2, 4, 6, 8, 10):
+        save(tmp_path, step)
+    mark_damaged(checkpoint_path(tmp_path, 4), "bytes")
+    prune(tmp_path, keep, every)
+    assert sorted(tmp_path.iterdir()) == [checkpoint_path(tmp_path, step) for step in left]
 
 
 def test_a_save_that_was_cut_off_is_no_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -107,6 +107,8 @@ def test_three_crashes_at_the_same_step_stop_and_others_do_not() -> None:
     verdict = judge(same)
     assert verdict.code == 1 and verdict.sentence.startswith("3 crashes in a row at step 17, not started again")
     assert "RuntimeError: boom" in verdict.sentence and "always on a, b" in verdict.sentence
+    assert judge([*same, launch("crash", 17, 10, job="8")]).code == AGAIN  # somebody has submitted it again
+    assert judge([*same, *[launch("crash", 17, 10, job="8")] * 3]).code == 1
     moved = [launch("crash", 17, 10, nodes=nodes) for nodes in (("a", "b"), ("c", "d"), ("e", "f"))]
     assert "suspect the data or numbers of that step" in judge(moved).sentence
     suspect = [launch("lost", 17, 10, nodes=nodes) for nodes in (("a", "b"), ("a", "d"), ("a", "f"))]

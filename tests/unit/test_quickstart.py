@@ -5,14 +5,19 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tqdm import TMonitor
 
 from egmla_megatron.errors import UserError
 from egmla_megatron.quickstart import __main__ as quickstart
+from egmla_megatron.quickstart import supervise
 from egmla_megatron.quickstart.supervise import Launch, run_training
+from tests.tiny import write_dataset
 
 
 @pytest.fixture
@@ -110,6 +115,7 @@ QUICKSTART = """
 import sys
 from pathlib import Path
 from egmla_megatron.quickstart.supervise import Launch, run_training
+from tests.tiny import write_dataset
 class Stand(Launch):
     def command(self):
         return [sys.executable, "-c", sys.argv[2], sys.argv[1]]
@@ -138,6 +144,40 @@ def test_the_trainer_ends_with_the_quickstart(tmp_path: Path, number: signal.Sig
         wait_for(tmp_path / "saved")
     else:
         assert code == 128 + number and (tmp_path / "saved").exists()  # it waited for the trainer
+
+
+def test_a_handler_that_python_did_not_set_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    changed: list[int] = []
+    monkeypatch.setattr(signal, "getsignal", lambda number: None if number == signal.SIGTERM else signal.SIG_DFL)
+    monkeypatch.setattr(signal, "signal", lambda number, handler: changed.append(number))
+    with supervise._leaving_by_exception():
+        assert changed == [signal.SIGHUP]
+    assert changed == [signal.SIGHUP] * 2
+
+
+def monitors() -> set[threading.Thread]:
+    """Threads of progress bars."""
+    return {thread for thread in threading.enumerate() if isinstance(thread, TMonitor)}
+
+
+def test_the_trainer_is_not_forked_beside_the_bar_s_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    beside: list[set[threading.Thread]] = []
+    before = monitors()
+
+    class Watched(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            beside.append(monitors() - before)
+            super().__init__(*arguments, **options)
+
+    class Nothing(Launch):
+        def command(self) -> list[str]:
+            return [sys.executable, "-c", ""]
+
+    write_dataset(tmp_path / "data")  # as the quickstart does before
+    monkeypatch.setattr(subprocess, "Popen", Watched)
+    for _ in range(2):  # the quickstart trains twice
+        assert not run_training(Nothing(1, "", [], tmp_path / "run", tmp_path / "log"), 1, "train")
+    assert beside == [set(), set()]
 
 
 def test_without_a_mistake_the_former_run_is_replaced(

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
 from egmla_megatron.checkpoint.failures import raise_unless_disk
-from egmla_megatron.checkpoint.manifest import prune
+from egmla_megatron.checkpoint.prune import prune
 from egmla_megatron.errors import UserError
 from egmla_megatron.parallel.child_processes import STOP_SIGNALS
+from egmla_megatron.parallel.together import together
 from egmla_megatron.train import signals
 from egmla_megatron.train.lock import lock_run_dir
-from egmla_megatron.train.setup import together
 from egmla_megatron.train.sinks import JsonLines, Sinks
 
 HOLD = """
@@ -93,11 +93,12 @@ def test_slow_sinks_get_every_event_when_there_is_time(tmp_path: Path) -> None:
 
 def test_a_half_deleted_checkpoint_goes_with_the_next_prune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from egmla_megatron.checkpoint import manifest
+    from egmla_megatron.checkpoint import prune as pruning
 
     for step in (1, 2, 3):
         (tmp_path / f"step_{step:08d}").mkdir()
     (tmp_path / "step_00000003" / manifest.MARKER).write_text("")
-    monkeypatch.setattr(manifest, "complete_checkpoints", lambda root: [root / "step_00000003"])
+    monkeypatch.setattr(pruning, "complete_checkpoints", lambda root: [root / "step_00000003"])
     (tmp_path / "step_00000002" / manifest.MARKER).write_text("")  # marked but torn: evidence, left alone
     prune(tmp_path, 2, 0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000002", "step_00000003"]

@@ -34,12 +34,16 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(content)
 
 
+def changed(folder: Path, share: int = 0, shares: int = 1) -> list[str]:
+    return [each.name for each in changed_pieces(folder, share, shares)]
+
+
 def test_a_bit_of_a_weight_is_found_by_the_rank_that_looks_there(folder: Path) -> None:
-    assert changed_pieces(folder) == []
+    assert changed(folder) == []
     path = data_file(folder)
     flip(path, path.read_bytes().index(NUMBERS.numpy().tobytes()) + 4000)
-    assert changed_pieces(folder) == [path.name]
-    found = [changed_pieces(folder, share, 3) for share in range(3)]
+    assert changed(folder) == [path.name]
+    found = [changed(folder, share, 3) for share in range(3)]
     assert sorted(map(len, found)) == [0, 0, 1]
 
 
@@ -47,9 +51,9 @@ def test_so_are_a_broken_archive_and_metadata(folder: Path) -> None:
     path = data_file(folder)
     content = path.read_bytes()
     flip(path, content.rindex(b"PK\x05\x06"))  # the end of the last piece
-    assert changed_pieces(folder) == [path.name]
+    assert changed(folder) == [path.name]
     (folder / ".metadata").write_bytes(b"no pickle")
-    assert changed_pieces(folder) == [".metadata"]
+    assert changed(folder) == [".metadata"]
 
 
 def test_a_changed_checkpoint_is_refused(folder: Path, world: Any) -> None:

@@ -12,7 +12,6 @@ from egmla_megatron.errors import UserError
 
 __all__ = ["CommandParser", "check_count", "run_main"]
 
-_USER_MISTAKE = 2
 _INTERRUPTED = 130
 
 
@@ -43,7 +42,7 @@ def check_count(option: str, value: int | None, least: int, most: int) -> None:
 def run_main(main: Callable[[], int | None]) -> NoReturn:
     """Runs `main` and exits with its return value (None: 0).
 
-    UserError becomes one line `error: ...` on stderr and exit code 2, Ctrl-C exit code 130, a reader that
+    UserError becomes one line `error: ...` on stderr and its exit code, Ctrl-C exit code 130, a reader that
     went away (`| head`) a quiet end. Anything else is a bug and keeps its traceback.
     """
     try:
@@ -51,7 +50,7 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
         sys.stdout.flush()  # a closed pipe shows here, not in the interpreter's shutdown
     except UserError as error:
         print("error: " + " ".join(str(error).split()), file=sys.stderr)
-        code = _USER_MISTAKE
+        code = error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         code = _INTERRUPTED

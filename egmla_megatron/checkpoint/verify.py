@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from egmla_megatron.checkpoint.stored import Window
-from egmla_megatron.errors import UserError
+from egmla_megatron.errors import MachineError, UserError
 from egmla_megatron.parallel.together import together
 from egmla_megatron.parallel.world import World
 
@@ -143,10 +143,10 @@ def _look(folder: Path, world: World) -> list[Changed]:
         raise unreadable(folder, world.rank, error) from error
 
 
-def unreadable(folder: Path, rank: int, error: OSError) -> UserError:
+def unreadable(folder: Path, rank: int, error: OSError) -> MachineError:
     """What to say about a disk that does not answer."""
     code = errno.errorcode.get(error.errno or 0, type(error).__name__)
-    return UserError(
+    return MachineError(
         f"checkpoint: rank {rank} on {socket.gethostname()} cannot read {error.filename or folder} ({code}: "
         f"{error.strerror or error}), which says nothing about the checkpoint: nothing was marked; mend the disk or "
         "the mount of that node or leave the node out, then start again"

@@ -7,7 +7,7 @@ from typing import cast
 
 import torch.distributed as dist
 
-from egmla_megatron.errors import UserError
+from egmla_megatron.errors import MachineError, UserError
 from egmla_megatron.parallel.world import World
 
 __all__ = ["together"]
@@ -23,12 +23,18 @@ def together[T](world: World, action: Callable[[], T]) -> T:
         result = action()
     except Exception as error:  # raised again below, once the others know
         mine = error
-    problems: list[str | None] = [None] * world.size
-    text = None if mine is None else str(mine) if isinstance(mine, UserError) else f"{type(mine).__name__}: {mine}"
-    dist.all_gather_object(problems, text, group=world.control)
+    problems: list[UserError | None] = [None] * world.size
+    dist.all_gather_object(problems, _for_others(mine), group=world.control)
     if mine is not None:
         raise mine
     first = next((problem for problem in problems if problem is not None), None)
     if first is not None:
-        raise UserError(first)
+        raise first
     return cast(T, result)
+
+
+def _for_others(error: Exception | None) -> UserError | None:
+    """What the other ranks raise: of the same kind where it is one that is explained."""
+    if isinstance(error, UserError):
+        return (MachineError if isinstance(error, MachineError) else UserError)(str(error))
+    return None if error is None else UserError(f"{type(error).__name__}: {error}")

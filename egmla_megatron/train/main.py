@@ -81,6 +81,6 @@ def _outcome(arguments: Sequence[str], flags: set[str]) -> int:
         return _train(arguments, check_only="--check" in flags)
     except UserError as error:
         _report(error)
-        return 2
+        return error.exit_code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT

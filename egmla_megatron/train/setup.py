@@ -28,7 +28,7 @@ from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.data.batch import Batch, DataShare, batch_iterator
 from egmla_megatron.data.dataset import Datasets, build_datasets, micro_batch_indices
 from egmla_megatron.data.validation import validation_samples
-from egmla_megatron.errors import UserError
+from egmla_megatron.errors import MachineError
 from egmla_megatron.model.build import BuiltModel, build_model
 from egmla_megatron.parallel.together import together
 from egmla_megatron.parallel.world import World, seed_everything
@@ -137,7 +137,7 @@ def _refuse_one_node_s_word(path: Path, found: Sequence[Changed], why: str) -> N
         raise unreadable(path, 0, error) from error
     if not agreed:
         who = ", ".join(f"rank {rank} on {host}" for rank, host in sorted({(each.rank, each.host) for each in found}))
-        raise UserError(
+        raise MachineError(
             f"checkpoint: {path} reads as changed on {who} ({why}), but is whole where rank 0 reads it again: nothing "
             "was marked; suspect the memory, the disk cache or the mount of that node, leave it out and start again "
             "(checkpoint.verify=false: load it as it is)"

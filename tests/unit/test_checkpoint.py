@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +14,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from torch import Tensor
 
 from egmla_megatron.checkpoint.load import _read, load_checkpoint, read_full_weights
-from egmla_megatron.checkpoint.manifest import checkpoint_path, read_manifest
+from egmla_megatron.checkpoint.manifest import read_manifest
 from egmla_megatron.checkpoint.save import Saver
 from egmla_megatron.checkpoint.state import model_state
 from egmla_megatron.config.schema import RunConfig
@@ -233,47 +232,6 @@ def test_an_unreadable_checkpoint_gives_one_line(
     message = str(caught.value)
     assert message.startswith(f"checkpoint: {path} cannot be read (")
     assert "\n" not in message and len(message) < 800
-
-
-def test_saving_the_same_step_again_does_nothing_and_old_ones_are_pruned(world: Any, tmp_path: Path) -> None:
-    run = Run(world, tiny_run(folder=str(tmp_path), checkpoint={"keep": 2}))
-    saved: list[int] = []
-    saver = Saver(run.cfg, world, run.built, run.model, run.optimizer, "data", lambda step, path, _: saved.append(step))
-    for step in (1, 1, 2, 3):
-        saver.save(step)
-    assert saved == [1, 2, 3]
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_00000002", "step_00000003"]
-
-
-def test_a_damaged_one_without_a_mark_is_kept_in_place_of_no_whole_one(
-    world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from egmla_megatron.checkpoint import save
-
-    def full(path: Path, why: str) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
-
-    run = Run(world, tiny_run(folder=str(tmp_path), checkpoint={"keep": 1}))
-    saved: list[int] = []
-
-    def saver(*unmarked: int) -> Saver:
-        damaged = {checkpoint_path(tmp_path / "checkpoints", step): "bytes" for step in unmarked}
-        parts = (run.built, run.model, run.optimizer, "data")
-        return Saver(run.cfg, world, *parts, lambda step, *_: saved.append(step), damaged)
-
-    saver().save(6)
-    resumed = saver(6)
-    with monkeypatch.context() as patch:
-        patch.setattr(save, "mark_damaged", full)
-        resumed.save(4)  # which would be deleted: 6 is newer
-    assert "nothing is deleted" in capsys.readouterr().err
-    resumed.save(5)
-    left = sorted((tmp_path / "checkpoints").iterdir())
-    assert [path.name for path in left] == ["step_00000005", "step_00000006"]
-    assert (left[1] / "DAMAGED").read_text().startswith("bytes")
-    again = saver(5)
-    again.save(5)  # the run came there again
-    assert saved == [6, 4, 5, 5] and again.unmarked == {}
 
 
 def test_a_disk_that_is_too_small_is_noticed_before_writing(

@@ -19,7 +19,7 @@ from egmla_megatron.checkpoint.manifest import checkpoint_path, mark_complete
 from egmla_megatron.checkpoint.verify import Changed, changed_pieces, find_changed
 from egmla_megatron.checkpoint.write_weights import Piece, write_weights
 from egmla_megatron.config.schema import RunConfig
-from egmla_megatron.errors import UserError
+from egmla_megatron.errors import MachineError
 from egmla_megatron.train import setup
 from egmla_megatron.train.setup import Claim, claim
 from tests.tiny import tiny_run
@@ -105,7 +105,9 @@ def test_a_disk_that_does_not_answer_marks_nothing(
     cfg: RunConfig, start: Any, monkeypatch: pytest.MonkeyPatch, how: Any
 ) -> None:
     monkeypatch.setattr(verify, "open", how, raising=False)
-    with pytest.raises(UserError, match=rf"rank 0 on {socket.gethostname()} cannot read .*\.distcp \(EIO: Input/out"):
+    with pytest.raises(
+        MachineError, match=rf"rank 0 on {socket.gethostname()} cannot read .*\.distcp \(EIO: Input/out"
+    ):
         start()
     assert marked(cfg) == []
 
@@ -115,7 +117,7 @@ def test_nor_does_one_that_gives_no_metadata(cfg: RunConfig, start: Any, monkeyp
         raise OSError(errno.ESTALE, "Stale file handle", f"{self.path}/.metadata")
 
     monkeypatch.setattr(dcp.FileSystemReader, "read_metadata", fail)
-    with pytest.raises(UserError, match=r"rank 0 on .*\.metadata \(ESTALE: Stale file handle\)"):
+    with pytest.raises(MachineError, match=r"rank 0 on .*\.metadata \(ESTALE: Stale file handle\)"):
         start()
     assert marked(cfg) == []
 
@@ -127,11 +129,12 @@ def test_a_failure_of_another_rank_is_this_one_s_error(
 
     def gather(everyone: list[Any], mine: Any, group: Any) -> None:
         assert mine is None  # nothing to complain of here
-        everyone[:] = [mine, "checkpoint: rank 1 on node7 cannot read data (EIO: Input/output error)"]
+        everyone[:] = [mine, MachineError("checkpoint: rank 1 on node7 cannot read data (EIO: Input/output error)")]
 
     monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
-    with pytest.raises(UserError, match="rank 1 on node7 cannot read data"):
+    with pytest.raises(MachineError, match="rank 1 on node7 cannot read data") as caught:
         find_changed(path_of(cfg, 4), replace(world, size=2))
+    assert caught.value.exit_code == 1  # no mistake: a job under Slurm starts again
 
 
 def test_a_changed_bit_is_marked_and_the_one_before_taken(cfg: RunConfig, start: Any) -> None:
@@ -150,7 +153,7 @@ def test_what_one_other_rank_alone_sees_is_not_marked(
     assert seen.name == data.name and changed_pieces(path_of(cfg, 4)) == []
     told = replace(seen, rank=3, host="node7") if what == "piece" else Changed(what, 0, 0, 3, "node7")
     monkeypatch.setattr(setup, "find_changed", lambda *_: [told])
-    with pytest.raises(UserError, match=r"reads as changed on rank 3 on node7 .*whole where rank 0 reads it again"):
+    with pytest.raises(MachineError, match=r"reads as changed on rank 3 on node7 .*whole where rank 0 reads it again"):
         start()
     assert marked(cfg) == []
 
@@ -188,7 +191,7 @@ def test_a_second_look_that_fails_marks_nothing(cfg: RunConfig, start: Any, monk
     found = [replace(each, rank=3, host="node7") for each in changed_pieces(path_of(cfg, 4))]
     monkeypatch.setattr(setup, "find_changed", lambda *_: found)
     monkeypatch.setattr(verify, "open", fail_to_open, raising=False)
-    with pytest.raises(UserError, match=r"rank 0 on .* cannot read"):
+    with pytest.raises(MachineError, match=r"rank 0 on .* cannot read"):
         start()
     assert marked(cfg) == []
 

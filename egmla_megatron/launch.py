@@ -56,7 +56,9 @@ def _exit_code(failures: dict[int, object], received: Sequence[int]) -> int:
     for number in received:
         if -number in codes or (number == signal.SIGINT and 128 + number in codes):
             if -number in codes:
-                _say(f"stopped by {signal.Signals(number).name} before training began; start again to resume")
+                name = signal.Signals(number).name
+                when = " before training began" if len(received) == 1 else f", the last of {len(received)} signals"
+                _say(f"stopped by {name}{when}; start again to resume")
             return 128 + number
     first = min(failures.values(), key=lambda failure: failure.timestamp)  # type: ignore[attr-defined]
     code: int = first.exitcode  # type: ignore[attr-defined]

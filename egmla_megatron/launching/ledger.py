@@ -147,6 +147,17 @@ def read_tail(run_dir: Path) -> RunTail:
     """The end of RUN_DIR/metrics.jsonl, in a moment however long the run."""
     kinds: dict[str, list[dict[str, Any]]] = {"start": [], "step": [], "eval": [], "checkpoint": [], "end": []}
     for record in _records(run_dir / "metrics.jsonl", _TAIL_BYTES):
-        if record.get("kind") in kinds and "unix_time_s" in record and "step" in record:
+        if record.get("kind") in kinds and _is_whole(record):
             kinds[record["kind"]].append(record)
     return RunTail(*kinds.values())
+
+
+def _is_whole(record: dict[str, Any]) -> bool:
+    """Whether it has what every reader needs, as numbers."""
+    step, when = record.get("step"), record.get("unix_time_s")
+    needed = {"step": ("step_time_s",), "eval": ("val_loss", "val_ppl")}.get(record["kind"], ())
+    return (
+        isinstance(step, int)
+        and isinstance(when, int | float)
+        and all(isinstance(record.get(name), int | float | None) and name in record for name in needed)
+    )

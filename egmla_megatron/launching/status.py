@@ -14,6 +14,7 @@ from egmla_megatron.config.load import load_config
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.errors import UserError
 from egmla_megatron.launching.ledger import Launch, RunTail, count_starts, read_launches, read_tail
+from egmla_megatron.train.lock import is_held
 from egmla_megatron.train.sinks import format_duration
 
 __all__ = ["format_status", "read_status"]
@@ -35,7 +36,7 @@ def read_status(run_dir: str | Path, now: float | None = None) -> Status:
         raise UserError(f"RUN_DIR: got {folder}, which holds no config.yaml of a run; give the folder named by run.dir")
     cfg, tail, launches = load_config(config), read_tail(folder), read_launches(folder)
     now = time.time() if now is None else now
-    steps, step_s = tail.steps, _step_seconds(cfg, tail)
+    steps, step_s = _surviving(tail), _step_seconds(cfg, tail)
     checkpoints = complete_checkpoints(folder / "checkpoints")
     step = _step(tail, [step_of(path) for path in checkpoints])
     per_step = cfg.train.global_batch_size * cfg.train.seq_length
@@ -43,7 +44,7 @@ def read_status(run_dir: str | Path, now: float | None = None) -> Status:
     return {
         "name": cfg.run.name,
         "run_dir": str(folder),
-        "state": _state(tail, launches, step_s, now),
+        "state": _state(folder, tail, launches, step_s, now),
         "step": step,
         "total_steps": cfg.total_steps,
         "tokens": step * per_step,
@@ -73,6 +74,17 @@ def _step(tail: RunTail, checkpoints: list[int]) -> int:
     return max((record["step"] for record in tail.since(begun).steps), default=from_step)
 
 
+def _surviving(tail: RunTail) -> list[dict[str, Any]]:
+    """Steps without those that a later start went back behind."""
+
+    def lost(record: dict[str, Any]) -> bool:
+        return any(
+            start["unix_time_s"] > record["unix_time_s"] and start["step"] < record["step"] for start in tail.starts
+        )
+
+    return [record for record in tail.steps if not lost(record)]
+
+
 def _step_seconds(cfg: RunConfig, tail: RunTail) -> float | None:
     """Median time of recent steps, without the first ones after a start."""
     cold = [start["step"] for start in tail.starts]
@@ -82,13 +94,15 @@ def _step_seconds(cfg: RunConfig, tail: RunTail) -> float | None:
     return statistics.median(times) if times else None
 
 
-def _state(tail: RunTail, launches: list[Launch], step_s: float | None, now: float) -> str:
+def _state(folder: Path, tail: RunTail, launches: list[Launch], step_s: float | None, now: float) -> str:
     launch = launches[-1] if launches else None
     mine = tail.since(launch.started_unix_s) if launch else tail
     if launch is not None and not launch.is_open:
         return f"ended: {launch.outcome}" + (f" (exit code {launch.code})" if launch.code else "")
     if mine.ends and mine.last_unix_s == mine.ends[-1]["unix_time_s"]:
         return f"ended: {mine.ends[-1]['reason']}"
+    if mine.starts and is_held(folder) is False:
+        return "not running: it ended without a word (a crash, a kill, a lost node)"
     silent = now - max(tail.last_unix_s, launch.started_unix_s if launch else 0.0)
     if silent > max(_SILENT_S, _SILENT_STEPS * (step_s or 0.0)):
         return f"no sign of life for {format_duration(silent)}: dead, stuck, or waiting in the queue"
@@ -152,7 +166,7 @@ def _speed(status: Mapping[str, Any], now: float) -> str:
     if not status["step_time_s"]:
         return "no step yet"
     rate = f"{status['step_time_s'] * 1e3:,.0f} ms a step, {status['tokens_per_second']:,.0f} tokens/s"
-    if not status["eta_s"]:
+    if not status["eta_s"] or not status["state"].startswith(("running", "starting")):
         return rate
     return f"{rate}; {format_duration(status['eta_s'])} to go, done {_date(now + status['eta_s'])} if it runs on"
 

@@ -13,6 +13,7 @@ __all__ = [
     "MOST_GPUS",
     "PEAK_BF16_FLOPS",
     "USABLE",
+    "WITHOUT_FP8",
     "Card",
     "Cluster",
     "find_card",
@@ -57,6 +58,7 @@ CARDS = {
     name: Card(name, memory, PEAK_BF16_FLOPS[name.upper()] / 1e12, bandwidth)
     for name, (memory, bandwidth, _, _) in _SHEETS.items()
 }
+WITHOUT_FP8 = ("a100", "a800")
 MOST_GPUS = 2**20
 _FULL_NODE = 8  # GPUs of the nodes in the data sheets
 # Of a link's sheet that NCCL's all-reduce reaches: 218 to 269 of 450 GB/s between two H200

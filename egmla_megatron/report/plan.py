@@ -16,7 +16,7 @@ from egmla_megatron.config.schema import ModelConfig, Recompute, RunConfig
 from egmla_megatron.config.values import as_text
 from egmla_megatron.errors import UserError
 from egmla_megatron.model.count import count_parameters, flops_per_token, kv_cache_elements_per_token
-from egmla_megatron.report.cards import USABLE, Card, Cluster
+from egmla_megatron.report.cards import USABLE, WITHOUT_FP8, Card, Cluster
 from egmla_megatron.report.distinct import with_measured_ids
 from egmla_megatron.report.memory import (
     memory_per_rank,
@@ -188,11 +188,20 @@ def _plan_of_layout(cfg: RunConfig, layout: Layout, hardware: Hardware | None) -
         "sent_per_step_and_rank": _sent(cfg, layout),
     }
     if hardware is not None:
+        _refuse_fp8_without_it(cfg, hardware.card)
         plan["card"] = dataclasses.asdict(hardware.card)
         plan["cluster"] = dataclasses.asdict(hardware.cluster)
         plan["fits"] = of_rank.total <= hardware.card.memory_gib * 2**30 * USABLE
         plan |= _plan_of_time(cfg, layout, hardware, te=te, triton=triton)
     return plan
+
+
+def _refuse_fp8_without_it(cfg: RunConfig, card: Card) -> None:
+    if cfg.train.fp8 != "none" and card.name in WITHOUT_FP8:
+        raise UserError(
+            f"train.fp8: got {cfg.train.fp8} with --gpu {card.name}, which has no FP8 (Hopper and newer have); allowed "
+            "none; set train.fp8=none, or plan for another card"
+        )
 
 
 def _sent(cfg: RunConfig, layout: Layout) -> list[dict[str, Any]]:

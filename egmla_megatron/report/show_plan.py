@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from egmla_megatron.report.cards import USABLE
 from egmla_megatron.report.step_time import ERROR_OF_EAGER, ERROR_OVER_NVLINK
 
 __all__ = ["format_comparison", "format_plan", "format_search"]
@@ -99,7 +100,10 @@ def _memory(plan: dict[str, Any]) -> list[str]:
     if "fits" in plan:
         card = plan["card"]
         verdict = "fits" if plan["fits"] else "does not fit"
-        lines.append(f"  {verdict} into one {card['name']} of {card['memory_gib']:.1f} GiB")
+        usable = card["memory_gib"] * USABLE
+        lines.append(
+            f"  {verdict} into one {card['name']} of {card['memory_gib']:.1f} GiB, {usable:.1f} of them usable"
+        )
     return lines
 
 
@@ -226,7 +230,8 @@ def _nothing_fits(found: dict[str, Any]) -> str:
     """What a layout needs at least, which that is, and which pin keeps what would fit away."""
     near = found["nearest"]
     needs = (
-        f"the least that a layout needs is {near['memory_gib']:.2f} GiB of a GPU, {near['short_gib']:.2f} GiB too much"
+        f"the least that a layout needs is {near['memory_gib']:.2f} GiB of a GPU, {near['short_gib']:.2f} GiB more "
+        "than is usable"
     )
     nearest = f"  the nearest: {_settings(near)}"
     if not found["pinned"]:

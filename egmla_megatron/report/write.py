@@ -21,17 +21,19 @@ from egmla_megatron.report.summary import summarize
 __all__ = ["write_comparison", "write_report"]
 
 
-def write_report(run_dir: str | Path) -> Path:
-    """Writes report.md, its plots and report.html into `run_dir`, returns the path of report.md.
+def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
+    """Writes report.md, its plots and report.html into `run_dir`, or `out`; returns the path of report.md.
 
-    Raises UserError when the folder holds no run.
+    Raises UserError when the folder holds no run, or cannot be written.
     """
     metrics = read_run(run_dir)
-    refuse_unwritable("RUN_DIR", metrics.run_dir)
-    plot_loss(metrics, metrics.run_dir / "loss.png")
-    plot_throughput(metrics, metrics.run_dir / "throughput.png")
-    plot_parts(metrics, metrics.run_dir / "step_time.png")
-    return _write_both(metrics.run_dir / "report.md", _report(metrics), metrics.name)
+    folder = metrics.run_dir if out is None else Path(out)
+    refuse_unwritable("RUN_DIR" if out is None else "--out", folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    plot_loss(metrics, folder / "loss.png")
+    plot_throughput(metrics, folder / "throughput.png")
+    plot_parts(metrics, folder / "step_time.png")
+    return _write_both(folder / "report.md", _report(metrics), metrics.name)
 
 
 def write_comparison(run_dirs: Sequence[str | Path], out: str | Path) -> Path:

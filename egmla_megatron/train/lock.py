@@ -13,7 +13,7 @@ from typing import IO
 
 from egmla_megatron.errors import UserError
 
-__all__ = ["lock_run_dir"]
+__all__ = ["is_held", "lock_run_dir"]
 
 WAIT_S = 20.0  # a job that was just killed may need a moment to be gone
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -50,6 +50,16 @@ def lock_run_dir(folder: Path, *, wait_s: float = WAIT_S) -> IO[str]:
     file.write(f"{socket.gethostname()}, pid {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
     file.flush()
     return file
+
+
+def is_held(folder: Path) -> bool | None:
+    """Whether a job has the folder; None: that cannot be seen (no lock file, not writable, a disk without locks)."""
+    try:
+        with open(folder / "run.lock", "r+") as file:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # given back when the file is closed
+    except OSError as error:
+        return True if error.errno in (errno.EACCES, errno.EAGAIN) and (folder / "run.lock").is_file() else None
+    return False
 
 
 def _holder(file: IO[str]) -> str:

@@ -29,7 +29,14 @@ def test_a_signal_that_was_passed_on_to_starting_ranks_is_the_end(
     assert _exit_code(failures(-number, -number), [number]) == 128 + number
     assert _exit_code(failures(1, -number), [signal.SIGUSR1, number]) == 128 + number  # rank 0 lost rank 1
     said = capsys.readouterr().err.splitlines()
-    assert len(said) == 2 and all(f"stopped by {signal.Signals(number).name} before training" in line for line in said)
+    name = signal.Signals(number).name
+    assert said[0].startswith(f"stopped by {name} before training began")
+    assert said[1].startswith(f"stopped by {name}, the last of 2 signals") and len(said) == 2
+
+
+def test_a_second_signal_ends_a_rank_that_was_stopping(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _exit_code(failures(-15, -15), [signal.SIGTERM, signal.SIGTERM]) == 128 + signal.SIGTERM
+    assert "stopped by SIGTERM, the last of 2 signals; start again" in capsys.readouterr().err
 
 
 def test_ctrl_c_while_a_rank_imports(capsys: pytest.CaptureFixture[str]) -> None:

@@ -164,6 +164,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(root: Path) -> None:
         ("--compare", "pretrain_base", "gone"),
         ("--compare", "pretrain_base", "pretrain_1b2", "--search"),
         ("pretrain_base", "--gpus", "8", "--gpu", "b200"),
+        ("pretrain_base", "--gpus", "8", "--gpu", "a100", "train.fp8=tensorwise", "parallel.implementation=te"),
         ("pretrain_base", "--gpu", "h100"),
         ("pretrain_base", "--gpus", "8", "--gpu-hour-price", "2"),
         ("pretrain_base", "--gpus", "8", "--gpu", "h100", "--gpu-hour-price", "-2"),

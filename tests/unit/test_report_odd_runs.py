@@ -89,6 +89,12 @@ def test_runs_of_one_name_and_folders_that_cannot_be_written(tmp_path: Path) -> 
     for bad in (tmp_path / "file", Path("/proc/x")):
         with pytest.raises(UserError, match="--out"):
             write_comparison(runs, bad)
+        with pytest.raises(UserError, match="--out"):
+            write_report(runs[0], bad)
+    before = sorted(path.name for path in runs[1].iterdir())
+    written = write_report(runs[1], tmp_path / "new/out")  # a run that may not be written to
+    assert written == tmp_path / "new/out/report.md" and written.with_suffix(".html").is_file()
+    assert sorted(path.name for path in runs[1].iterdir()) == before
 
 
 def _timeline(*events: tuple[str, int, float]) -> list[dict[str, object]]:

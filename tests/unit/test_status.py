@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -69,3 +71,31 @@ def test_restarts_are_starts_of_training_behind_the_first_as_in_the_report(tmp_p
     filler = [json.dumps({"kind": "note", "text": "x" * 1000})] * 1100
     (tmp_path / "metrics.jsonl").write_text("\n".join([first, *filler, *rest]) + "\n")
     assert len(read_tail(tmp_path).starts) == 1 and read_status(tmp_path, now)["restarts"] == 1
+
+
+def test_a_run_that_died_is_not_running(tmp_path: Path) -> None:
+    """Its lock says so at once: no process holds it."""
+    write_metrics(tmp_path / "run", time.time())
+    assert read_status(tmp_path / "run")["state"] == "running"  # no lock file: an older run, or a disk without locks
+    held = "import sys, time, pathlib; from egmla_megatron.train.lock import lock_run_dir as lock; "
+    held += "file = lock(pathlib.Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
+    holder = subprocess.Popen([sys.executable, "-c", held, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+    status = read_status(tmp_path / "run")
+    assert status["state"] == "running" and "if it runs on" in format_status(status)
+    holder.kill()
+    holder.wait()
+    status = read_status(tmp_path / "run")
+    assert status["state"].startswith("not running: it ended without a word")
+    assert "if it runs on" not in format_status(status)
+
+
+def test_losses_are_of_steps_that_count(tmp_path: Path) -> None:
+    write_metrics(tmp_path / "run", time.time())
+    with (tmp_path / "run/metrics.jsonl").open("a") as file:
+        after = {"unix_time_s": time.time() + 1}
+        file.write("\n" + json.dumps({"kind": "start", "step": 23, **after}) + "\n")
+        file.write(json.dumps({"kind": "step", "step": "24", "loss": 1.0, "step_time_s": 2.0, **after}) + "\n")
+        file.write(json.dumps({"kind": "step", "step": 24, "loss": 3.5, "step_time_s": 2.0, **after}) + "\n")
+    losses = read_status(tmp_path / "run")["losses"]
+    assert [each["step"] for each in losses] == [20, 21, 22, 23, 24] and losses[-1]["loss"] == 3.5

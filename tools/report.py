@@ -35,7 +35,6 @@ def main() -> None:
         out = arguments.out or Path(arguments.run_dirs[0]).resolve().parent
         written = write_comparison(arguments.run_dirs, out)
     print(written)
-    print(written.with_suffix(".html"))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from egmla_megatron.attention.gate_parts_cuda import (
     KeysAndValues,
     combine,
     derivatives,
+    latent_and_gate,
     layout,
     places,
     refuse_unknown,
@@ -52,9 +53,7 @@ def _forward(
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < columns
-    row = tl.load(index_ptr + token)
-    up = tl.load(up_ptr + token * columns + column, mask=mask, other=0.0).to(tl.float32)
-    gate = tl.load(gate_ptr + row * columns + column, mask=mask, other=0.0).to(tl.float32)
+    up, gate = latent_and_gate(up_ptr, gate_ptr, index_ptr, token, column, columns, mask)
     out = combine(up, gate, GATE)
     if NORM:
         if GIVEN:

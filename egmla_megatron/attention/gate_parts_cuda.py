@@ -9,11 +9,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["KERNEL_GATES", "KeysAndValues", "combine", "derivatives", "layout", "places", "refuse_unknown", "warps"]
+__all__ = [
+    "KERNEL_GATES",
+    "KeysAndValues",
+    "combine",
+    "derivatives",
+    "latent_and_gate",
+    "layout",
+    "places",
+    "refuse_unknown",
+    "warps",
+]
 
 # S sequence, B batch, H heads, K width of a key with its position, D of a value
 
 KERNEL_GATES = ("mul", "add")  # those that `combine` and `derivatives` know
+
+
+@triton.jit
+def latent_and_gate(up_ptr, gate_ptr, index_ptr, token, column, columns, mask):
+    """Of one token, in fp32, zeros where there is no column."""
+    row = tl.load(index_ptr + token)
+    up = tl.load(up_ptr + token * columns + column, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + row * columns + column, mask=mask, other=0.0).to(tl.float32)
+    return up, gate
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from egmla_megatron.attention.gate_parts_cuda import KeysAndValues, combine, layout, places, warps
+from egmla_megatron.attention.gate_parts_cuda import KeysAndValues, combine, latent_and_gate, layout, places, warps
 
 __all__ = ["shared_statistics", "shared_sums"]
 
@@ -25,9 +25,7 @@ def _moments(
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < columns
-    row = tl.load(index_ptr + token)
-    up = tl.load(up_ptr + token * columns + column, mask=mask, other=0.0).to(tl.float32)
-    gate = tl.load(gate_ptr + row * columns + column, mask=mask, other=0.0).to(tl.float32)
+    up, gate = latent_and_gate(up_ptr, gate_ptr, index_ptr, token, column, columns, mask)
     out = combine(up, gate, GATE)
     mean = tl.sum(tl.where(mask, out, 0.0), axis=0) / columns
     centred = tl.where(mask, out - mean, 0.0)
@@ -45,14 +43,12 @@ def _sums(
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < columns
-    row = tl.load(index_ptr + token)
     at = places(
         token, column, key_ptr, value_ptr, columns, batch, key_s, key_b, key_n, value_s, value_b, value_n, NOPE, V
     )
     grad = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     grad *= tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + token * columns + column, mask=mask, other=0.0).to(tl.float32)
-    gate = tl.load(gate_ptr + row * columns + column, mask=mask, other=0.0).to(tl.float32)
+    up, gate = latent_and_gate(up_ptr, gate_ptr, index_ptr, token, column, columns, mask)
     normed = (combine(up, gate, GATE) - tl.load(mean_ptr + token)) * tl.load(rstd_ptr + token)
     tl.store(local_ptr + token, tl.sum(grad, axis=0))
     tl.store(local_ptr + tokens + token, tl.sum(grad * normed, axis=0))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from egmla_megatron.errors import UserError
 
-__all__ = ["refuse_name", "refuse_unwritable", "refuse_unwritable_file"]
+__all__ = ["refuse_name", "refuse_unwritable", "refuse_unwritable_file", "replace_text"]
 
 
 def refuse_name(name: str, folder: str) -> None:
@@ -51,6 +51,16 @@ def refuse_unwritable(name: str, folder: str | Path) -> None:
         raise UserError(
             f"{name}: got {folder}, which cannot be written ({existing}: {error.strerror}); choose another folder"
         ) from error
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file by way of a temporary name: no reader sees half of it, and what was there outlives a failure."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def refuse_unwritable_file(name: str, path: Path) -> None:

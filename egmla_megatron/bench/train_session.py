@@ -23,6 +23,7 @@ from egmla_megatron.bench.schedule import Schedule
 from egmla_megatron.bench.train_variants import TrainVariant
 from egmla_megatron.config.check import Layout
 from egmla_megatron.config.schema import RunConfig
+from egmla_megatron.folders import replace_text
 from egmla_megatron.model.spec import choose_implementation, choose_kernels
 from egmla_megatron.parallel.agreement import agree_on
 from egmla_megatron.parallel.world import World, close_world, form_groups, open_world, use_capturable_stream
@@ -81,18 +82,13 @@ def run_train_bench(bench: TrainBench, command: Sequence[str]) -> int:
 
 
 def _write(path: Path, text: str) -> None:
-    """By way of a temporary name: what earlier variants gave outlives a full disk or a kill. Through links, and
-    straight into what is no file, a pipe say."""
+    """What earlier variants gave outlives a full disk or a kill. Through links, and straight into what is no file, a
+    pipe say."""
     path = path.resolve()
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")
-        return
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    else:
+        replace_text(path, text)
 
 
 def _as_json(bench: TrainBench, found: _Found, world: World, command: Sequence[str]) -> str:

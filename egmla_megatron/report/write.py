@@ -10,7 +10,7 @@ from itertools import combinations
 from pathlib import Path
 
 from egmla_megatron.errors import UserError
-from egmla_megatron.folders import refuse_unwritable
+from egmla_megatron.folders import refuse_unwritable, replace_text
 from egmla_megatron.report import predicted, tables, times
 from egmla_megatron.report.comparison import comparison
 from egmla_megatron.report.html import to_html
@@ -131,13 +131,6 @@ def _report(metrics: RunMetrics) -> str:
 
 def _write_both(path: Path, text: str, title: str) -> Path:
     """Markdown at `path`, and the same as .html with the plots inside; `path`."""
-    _write_text(path.with_suffix(".html"), to_html(text, path.parent, title))
-    return _write_text(path, text)
-
-
-def _write_text(path: Path, text: str) -> Path:
-    """Writes by way of a temporary name, so that a reader never sees half a report."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    replace_text(path.with_suffix(".html"), to_html(text, path.parent, title))
+    replace_text(path, text)
     return path

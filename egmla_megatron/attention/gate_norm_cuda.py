@@ -3,7 +3,7 @@
 Forward reads the latent and writes the result once. Backward saves neither product nor gates of tokens: it computes
 them again, and sums the gates' gradients over the tokens of each row in fp32 and always in the same order. For that it
 walks the tokens in the order of their rows, in blocks of equal length, so that a frequent token keeps nobody waiting: a
-row within one block is finished there, the pieces of a row that crosses blocks are added by a second kernel.
+row within one block is finished there, the pieces of a row that crosses blocks are added afterwards (`gate_sums_cuda`).
 
 What they write, and in backward read, is either one tensor [T,N] or, per head, keys without position and values in the
 tensors that attention has (`KeysAndValues`): the latter saves a pass over the data each way.
@@ -32,7 +32,8 @@ from egmla_megatron.attention.gate_parts_cuda import (
     warps,
 )
 from egmla_megatron.attention.gate_statistics_cuda import shared_statistics, shared_sums
-from egmla_megatron.attention.sum_by_row import RowMap, unpack_row_map
+from egmla_megatron.attention.gate_sums_cuda import finish_sums
+from egmla_megatron.attention.sum_by_row import unpack_row_map
 
 __all__ = ["GateGradients", "Saved", "gate_backward", "gate_forward"]
 
@@ -40,7 +41,6 @@ __all__ = ["GateGradients", "Saved", "gate_backward", "gate_forward"]
 # with its position, D of a value
 
 BLOCK_TOKENS = 32  # tokens of one program in backward
-PIECES, PIECE_COLUMNS = 8, 1024  # what a program of the second kernel reads at once
 
 
 @triton.jit
@@ -158,31 +158,6 @@ def _backward(
         tl.store(grad_bias_ptr + block * columns + column, grad_bias, mask=mask)
 
 
-@triton.jit
-def _join_pieces(
-    starts_ptr, piece_ptr, grad_gate_ptr, columns,
-    TOKENS: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = column < columns
-    begin, end = tl.load(starts_ptr + row), tl.load(starts_ptr + row + 1)
-    first = begin // TOKENS
-    last = (end - 1) // TOKENS
-    if (end == begin) | (first != last):
-        total = tl.zeros([BLOCK], dtype=tl.float32)
-        if end > begin:
-            total += tl.load(piece_ptr + (first * 2 + 1) * columns + column, mask=mask, other=0.0)
-            block = first + 1
-            while block <= last:
-                several = block + tl.arange(0, AT_ONCE)
-                inside = (several <= last)[:, None] & mask[None, :]
-                found = tl.load(piece_ptr + several[:, None] * 2 * columns + column[None, :], mask=inside, other=0.0)
-                total += tl.sum(found, axis=0)
-                block += AT_ONCE
-        tl.store(grad_gate_ptr + row * columns + column, total.to(grad_gate_ptr.dtype.element_ty), mask=mask)
-
-
 class Saved(NamedTuple):
     """What the forward pass hands to the backward pass."""
 
@@ -250,16 +225,6 @@ def gate_backward(
         tokens, columns, *strides, GATE=gate, NORM=weight is not None, GIVEN=sums_2T is not None,
         TOKENS=BLOCK_TOKENS, BLOCK=width, FULL=width == columns, **widths, num_warps=warps(columns, 512),
     )  # fmt: skip
-    _sum_crossing_rows(rows, pieces_P2N, grad_gate_UN)
-    if weight is None or partial_2PN is None:
-        return GateGradients(grad_up_TN, grad_gate_UN, None, None)
-    return GateGradients(grad_up_TN, grad_gate_UN, *partial_2PN.sum(1).to(weight.dtype))
-
-
-def _sum_crossing_rows(rows: RowMap, pieces_P2N: Tensor, grad_gate_UN: Tensor) -> None:
-    """Rows of several blocks, and zeros for rows of no token."""
-    count, columns = grad_gate_UN.shape
-    _join_pieces[(count, triton.cdiv(columns, PIECE_COLUMNS))](
-        rows.starts_V, pieces_P2N, grad_gate_UN, columns,
-        TOKENS=BLOCK_TOKENS, AT_ONCE=PIECES, BLOCK=PIECE_COLUMNS,
-    )  # fmt: skip
+    grad_norm_2N = None if weight is None else weight.new_empty(2, columns)
+    finish_sums(rows, BLOCK_TOKENS, pieces_P2N, partial_2PN, grad_gate_UN, grad_norm_2N)
+    return GateGradients(grad_up_TN, grad_gate_UN, *((None, None) if grad_norm_2N is None else grad_norm_2N))

@@ -32,6 +32,15 @@ from egmla_megatron.attention.split_heads_cuda import split_heads
 @pytest.mark.parametrize(("tokens", "columns", "rows"), [(70, 24, 9), (5, 33, 3), (48, 16, 2)])
 def test_gate_norm(gate: str, norm: bool, tokens: int, columns: int, rows: int) -> None:
     """Rows within a block of tokens, over several blocks, of one token and of none."""
+    compare_gate_norm(gate, norm, tokens, columns, rows)
+
+
+def test_gate_norm_of_a_frequent_token() -> None:
+    """In more blocks than the kernel that adds them reads at once, with more rows than it looks at."""
+    compare_gate_norm("mul", True, 1000, 40, 60)
+
+
+def compare_gate_norm(gate: str, norm: bool, tokens: int, columns: int, rows: int) -> None:
     arguments = random_gate_norm(tokens, columns, rows, norm=norm)
     exact = in_float64(arguments)
     got, expected = gate_norm(**arguments, gate=gate), plain_gate_norm(**exact, gate=gate)

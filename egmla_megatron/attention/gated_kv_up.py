@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from egmla_megatron.attention.head_sizes import HeadSizes
+from egmla_megatron.attention.main_gradient import linear
 from egmla_megatron.attention.sum_by_row import sum_by_row, unpack_row_map
 
 __all__ = ["GATES", "Gate", "GateInput", "GatedKVUp", "HeadsInput", "gate_by_row", "layer_norm_over_tp"]
@@ -169,7 +170,7 @@ class GatedKVUp(MegatronModule):
             self.before_gate()
         # no all-reduce of the input gradient over TP: the exchange's adjoint, or the expert-data-parallel
         # sum of the table's gradient at W = 1, adds the ranks' parts
-        gate_UN = F.linear(self.gate_input.rows_UD, self.gate_proj_weight)
+        gate_UN = linear(self.gate_input.rows_UD, self.gate_proj_weight, fused=self.config.fused_grad_accumulation)
         row_map = self.gate_input.row_map
         if self.config.triton_kernels and self.gate.kernel and row_map is not None:
             return self._fused(up_SBN, gate_UN, row_map, self.gate.kernel, heads)

@@ -1,7 +1,6 @@
 """Reading rows of the gating tables, and their gradient added straight to the main gradient.
 
-megatron-core's DDP counts on one way for all micro-batches of a step: once a gradient was added to the main gradient by
-hand, it drops the others of that parameter. So every look-up under DDP adds by hand.
+Every look-up under megatron-core's DDP adds by hand, since that wants one way for all micro-batches of a step.
 
 A micro-batch reads a few percent of a table's rows. torch's gradient of an embedding is as large as the table: for
 the 1.2B model 1.2 GB that are zeroed, filled in a few places, added to the main gradient and freed, every micro-batch.
@@ -15,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
+
+from egmla_megatron.attention.main_gradient import added_by_hand, has_main_gradient
 
 __all__ = ["look_up"]
 
@@ -34,18 +35,16 @@ class _LookUp(torch.autograd.Function):
     def backward(ctx: Any, grad_RLC: Tensor) -> tuple[None, None, None]:
         (ids_R,) = ctx.saved_tensors
         weight_VLC = ctx.weight
-        main_VLC = weight_VLC.main_grad
+        main_VLC, scale = weight_VLC.main_grad, getattr(weight_VLC, "gradient_scale", 1.0)
         if ctx.blocks:
             parts = zip(ids_R.chunk(ctx.blocks), grad_RLC.to(main_VLC.dtype).chunk(ctx.blocks), strict=True)
             for ids, grad in parts:  # ids of one block are distinct, so the order of additions is always the same
-                main_VLC.index_add_(0, ids, grad)
+                main_VLC.index_add_(0, ids, grad, alpha=scale)
         else:
             grad_RN = grad_RLC.flatten(1)
             dense_VN = torch.ops.aten.embedding_dense_backward(grad_RN, ids_R, len(weight_VLC), -1, False)
-            main_VLC.add_(dense_VN.view_as(main_VLC))
-        weight_VLC.grad_added_to_main_grad = True
-        # DDP's hook, which runs behind this, wants to see a gradient and drops it: one element will do
-        weight_VLC.grad = weight_VLC.new_empty(1).expand_as(weight_VLC)
+            main_VLC.add_(dense_VN.view_as(main_VLC), alpha=scale)
+        added_by_hand(weight_VLC)
         return None, None, None
 
 
@@ -59,10 +58,11 @@ def look_up(weight_VLC: Parameter, ids_R: Tensor, distinct_blocks: int) -> Tenso
 
     Args:
         weight_VLC: the table. Under megatron-core's DDP, whose hook it needs, it has a `main_grad`, to which gradients
-            are added; else they are a tensor like the table, as torch makes it.
+            are added, times its `gradient_scale` if it has one (`train.data_parallel`); else they are a tensor like the
+            table, as torch makes it.
         distinct_blocks: `ids_R` is so many blocks of equal length, the ids of each distinct but for padding, whose
             gradients are zero; then nothing as large as the table is made. 0: ids may repeat.
     """
-    if getattr(weight_VLC, "main_grad", None) is not None:
+    if has_main_gradient(weight_VLC):
         return _LookUp.apply(weight_VLC, ids_R, distinct_blocks)
     return _rows(weight_VLC, ids_R)

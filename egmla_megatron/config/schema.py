@@ -161,7 +161,7 @@ class ParallelConfig:
     implementation: Literal["auto", "te", "torch"] = "auto"  # auto: te where it is importable and CUDA is there
     attention_backend: Literal["auto", "te_fused", "cudnn", "flash", "efficient", "math"] = "auto"
     kernels: Literal["auto", "triton", "torch"] = "auto"  # of gate, latent and heads; auto: triton on a GPU
-    # Transformer Engine's layers add weight gradients to the main gradients themselves
+    # the layers add weight gradients to the main gradients themselves (with Transformer Engine)
     fused_grad_accumulation: bool = True
     grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"  # gradients in memory and on the wire; bf16: half of the bytes
     overlap_grad_reduce: bool = False  # reduce gradients while backward runs

@@ -161,8 +161,12 @@ def transformer_config(cfg: RunConfig, implementation: str, sdpa_backend: str, *
     )
 
 
-def ddp_config(cfg: RunConfig) -> DistributedDataParallelConfig:
-    """NaN is handled by the step, which can skip, not by an assertion."""
+def ddp_config(cfg: RunConfig, *, average: bool = False) -> DistributedDataParallelConfig:
+    """NaN is handled by the step, which can skip, not by an assertion.
+
+    Args:
+        average: the collective divides by the ranks, instead of a pass over all gradients before it.
+    """
     return DistributedDataParallelConfig(
         # False: gradients are accumulated and reduced in the parameters' type
         grad_reduce_in_fp32=cfg.parallel.grad_reduce_dtype == "fp32",
@@ -171,6 +175,7 @@ def ddp_config(cfg: RunConfig) -> DistributedDataParallelConfig:
         bucket_size=cfg.parallel.grad_bucket_params or None,
         overlap_param_gather=cfg.parallel.overlap_param_gather,
         check_for_nan_in_grad=False,
+        average_in_collective=average,
     )
 
 

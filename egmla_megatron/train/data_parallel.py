@@ -1,5 +1,5 @@
 """megatron-core's data-parallel wrapper with less work in a step: main gradients that are written over are not zeroed,
-and small gradients are added together."""
+small gradients are added together, and those of tables are scaled before they become as large as the tables."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 from torch.nn import Parameter
 
+from egmla_megatron.attention.token_table import GateTable
 from egmla_megatron.train.deferred_rows import DeferredRows
 from egmla_megatron.train.small_gradients import SmallGradients
 
@@ -33,6 +34,16 @@ class DataParallel(DistributedDataParallel):
         self.written = written
         self.deferred: list[DeferredRows] = []  # tables whose updates leave zeros behind
         self.first = False  # whether the next forward is the step's first
+        self._scale_tables()
+
+    def _scale_tables(self) -> None:
+        """Of the tables' gradients only those of the rows that were read need the factor of the ranks' mean."""
+        tables = {id(module.weight) for module in self.module.modules() if isinstance(module, GateTable)}
+        for bucket in (each for buffer in self.expert_parallel_buffers for each in buffer.buckets):
+            if all(id(weight) in tables for weight in bucket.params):
+                for weight in bucket.params:
+                    weight.gradient_scale = bucket.gradient_scaling_factor
+                bucket.gradient_scaling_factor = 1.0
 
     def zero_grad_buffer(self) -> None:
         """As megatron-core's, at the beginning of a step."""

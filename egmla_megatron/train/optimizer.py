@@ -12,6 +12,7 @@ from megatron.core.optimizer import ParamKey, get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import ParamPredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from egmla_megatron.attention.gated_kv_up import GatedKVUp
 from egmla_megatron.config.schema import RunConfig
 from egmla_megatron.config.to_mcore import ddp_config, fused_master_weights, optimizer_config
 from egmla_megatron.model.build import BuiltModel
@@ -27,7 +28,7 @@ STYLES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "wsd":
 
 def wrap_ddp(cfg: RunConfig, built: BuiltModel, world: World) -> list[Any]:
     """Every chunk of the model in megatron-core's DDP, and the schedule's hooks in the transformer config."""
-    settings = ddp_config(cfg)
+    settings = ddp_config(cfg, average=_can_average(built.config, world))
     model = [
         # as megatron-core's trainer does: only the first chunk's gradients, the last to come, are worth cutting up
         DataParallel(
@@ -49,14 +50,26 @@ def wrap_ddp(cfg: RunConfig, built: BuiltModel, world: World) -> list[Any]:
     return model
 
 
+def _can_average(config: Any, world: World) -> bool:
+    """Whether collectives can divide: gloo's cannot, and where masks make micro-batches unequal something else divides.
+    megatron-core asserts that the ranks' factors multiply to 1 / ranks, which rounding can prevent."""
+    dense, tables = world.groups.dp_cp.size(), world.groups.expt_dp.size()
+    exact = (tables / dense) / tables == 1 / dense
+    return world.device.type == "cuda" and not config.calculate_per_token_loss and exact
+
+
 def _written_weights(cfg: RunConfig, chunk: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Weights whose gradients Transformer Engine adds to the main gradients, once in every micro-batch. With
+    """Weights whose gradients their layers add to the main gradients, once in every micro-batch. With
     recomputation a layer's forward, which says whether to add, is that of another time."""
     if cfg.train.recompute != "none":
         return []
-    # Transformer Engine's name for it; megatron-core's own layers have none
-    fused = [each for each in chunk.modules() if getattr(each, "fuse_wgrad_accumulation", False)]
-    return [each.weight for each in fused if each.weight.requires_grad]  # type: ignore[misc]
+    found = []
+    for each in chunk.modules():
+        if isinstance(each, GatedKVUp) and each.config.fused_grad_accumulation:
+            found.append(each.gate_proj_weight)
+        elif getattr(each, "fuse_wgrad_accumulation", False):  # Transformer Engine's name; megatron-core has none
+            found.append(each.weight)  # type: ignore[arg-type]
+    return [weight for weight in found if weight.requires_grad]
 
 
 def _is_vector(parameter: torch.nn.Parameter) -> bool:

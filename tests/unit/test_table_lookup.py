@@ -13,10 +13,14 @@ V, L, C = 11, 3, 4
 
 
 def under_ddp(main: torch.dtype) -> tuple[Any, list[bool]]:
-    """A table with a main gradient and what megatron-core's hook does behind backward."""
-    generator = torch.Generator().manual_seed(0)
-    weight: Any = torch.nn.Parameter(torch.randn(V, L, C, generator=generator))
-    weight.main_grad = torch.zeros(V, L, C, dtype=main)
+    """A table with a main gradient."""
+    return hooked(torch.randn(V, L, C, generator=torch.Generator().manual_seed(0)), main)
+
+
+def hooked(start: torch.Tensor, main: torch.dtype) -> tuple[Any, list[bool]]:
+    """A parameter with a main gradient and what megatron-core's hook does behind backward."""
+    weight: Any = torch.nn.Parameter(start)
+    weight.main_grad = torch.zeros_like(start, dtype=main)
     weight.grad_added_to_main_grad = False
     seen: list[bool] = []
 
@@ -44,14 +48,16 @@ def looked_up(weight: Any, ids: torch.Tensor, blocks: int, seed: int) -> torch.T
 
 
 @pytest.mark.parametrize("main", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("order", [(1, 2), (2, 0), (0, 2), (0, 0)])
-def test_micro_batches_of_either_kind_add_up(order: tuple[int, int], main: torch.dtype) -> None:
+@pytest.mark.parametrize(("order", "scale"), [((1, 2), 1.0), ((2, 0), 0.25), ((0, 2), 1.0), ((0, 0), 0.25)])
+def test_micro_batches_of_either_kind_add_up(order: tuple[int, int], scale: float, main: torch.dtype) -> None:
     ids = {1: torch.tensor([0, 3, 5, 0]), 2: torch.tensor([1, 4, 0, 4, 7, 0]), 0: torch.tensor([2, 2, 9, 0, 2])}
     weight, seen = under_ddp(main)
+    if scale != 1:
+        weight.gradient_scale = scale
     plain: Any = torch.nn.Parameter(weight.detach().clone())
     for number, blocks in enumerate(order):
         looked_up(weight, ids[blocks], blocks, number).backward()
         looked_up(plain, ids[blocks], blocks, number).backward()
     assert seen == [True, True] and weight.grad is None
     bound = 1e-6 if main == torch.float32 else 2e-2
-    torch.testing.assert_close(weight.main_grad.float(), plain.grad, rtol=bound, atol=bound)
+    torch.testing.assert_close(weight.main_grad.float(), scale * plain.grad, rtol=bound, atol=bound)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from egmla_megatron.attention.main_gradient import put_product
 from egmla_megatron.bench.roofline import cost
 from egmla_megatron.bench.roofline.case import Buffers, Call, Case
 from egmla_megatron.bench.roofline.sizes import Linear, Sizes, linears
@@ -24,15 +25,21 @@ class _Gemms:
     output: Callable[[Tensor, Tensor], Tensor]  # x [M,K], w [N,K] -> [M,N]
     input_gradient: Callable[[Tensor, Tensor], Tensor]  # dy [M,N], w [N,K] -> [M,K]
     weight_gradient: Callable[[Tensor, Tensor], Tensor]  # dy [M,N], x [M,K] -> [N,K]
-    added_gradient: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None  # the same added to a main gradient [N,K]
+    added_gradient: Callable[[Tensor, Tensor, Tensor], Tensor]  # the same added to a main gradient [N,K]
 
 
 def _torch_gemms() -> _Gemms:
     """As megatron-core's linear layers without Transformer Engine, and as torch's own."""
+
+    def added(dy_MN: Tensor, x_MK: Tensor, main_NK: Tensor) -> Tensor:
+        put_product(main_NK, dy_MN.t(), x_MK, overwrite=False)
+        return main_NK
+
     return _Gemms(
         output=lambda x_MK, w_NK: torch.matmul(x_MK, w_NK.t()),
         input_gradient=lambda dy_MN, w_NK: dy_MN.matmul(w_NK),
         weight_gradient=lambda dy_MN, x_MK: dy_MN.t().matmul(x_MK),
+        added_gradient=added,
     )
 
 
@@ -63,7 +70,7 @@ def linear_cases(sizes: Sizes, implementation: str, buffers: Buffers) -> list[Ca
     of_layers = _te_gemms() if implementation == "te" else of_torch
     found = []
     for linear in linears(sizes):
-        found += _cases_of(linear, sizes, of_layers if linear.in_layer else of_torch, buffers)
+        found += _cases_of(linear, sizes, of_torch if linear.by_torch else of_layers, buffers)
     return found
 
 
@@ -86,8 +93,6 @@ def _cases_of(linear: Linear, sizes: Sizes, gemms: _Gemms, buffers: Buffers) -> 
 
     weight_gradient = call(gemms.weight_gradient, dy_MN, x_MK)
     if linear.in_layer and sizes.gradients_in_layers:
-        if gemms.added_gradient is None:
-            raise ValueError("gradients_in_layers: only Transformer Engine's GEMMs add to main gradients")
         kind = torch.float32 if sizes.gradient_bytes == 4 else torch.bfloat16
         weight_gradient = call(
             gemms.added_gradient, dy_MN, x_MK, lambda: buffers.normal(linear.outputs, linear.inputs, dtype=kind)

@@ -59,7 +59,8 @@ class Linear:
     rows: int
     inputs: int
     outputs: int
-    in_layer: bool  # computed by the implementation's linear layers; else by torch
+    in_layer: bool  # of the blocks
+    by_torch: bool = False  # else by the implementation's linear layers
 
 
 def sizes_of(cfg: RunConfig, distinct_fraction: float, *, gradients_in_layers: bool) -> Sizes:
@@ -100,8 +101,8 @@ def linears(sizes: Sizes) -> list[Linear]:
         ("MLP down", tokens, model.intermediate_size, hidden),
     ]
     in_layers = [
-        Linear(name, layers, rows, inputs, outputs, in_layer=name != "gate projection")
+        Linear(name, layers, rows, inputs, outputs, in_layer=True, by_torch=name == "gate projection")
         for name, rows, inputs, outputs in found
         if name != "gate projection" or model.gated
     ]
-    return [*in_layers, Linear("LM head", 1, tokens, hidden, model.vocab_size, in_layer=False)]
+    return [*in_layers, Linear("LM head", 1, tokens, hidden, model.vocab_size, in_layer=False, by_torch=True)]

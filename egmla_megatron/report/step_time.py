@@ -172,19 +172,17 @@ def _device_decides(cfg: RunConfig, *, te: bool) -> bool:
 
 
 def _optimizer_seconds(cfg: RunConfig, layout: Layout, stage: int, card: Card, *, te: bool) -> float:
-    """Of the device: gradients are zeroed, but for tables that are updated by rows, and the own part is updated. Where
-    there are several replicas, megatron-core multiplies all gradients, tables too, with 1/replicas before their sum."""
+    """Of the device: gradients are zeroed, but for tables that are updated by rows, and the own part is updated."""
     bandwidth, wide = card.memory_gb_per_s * COPY_EFFICIENCY * 1e9, cfg.parallel.grad_element_bytes
     dense, tables = parameters_of_rank(cfg, layout, stage)
     own = _updated_parameters(cfg, layout, stage)
-    scaling = 2 * wide * (dense + tables) / bandwidth if layout.dp * layout.cp > 1 else 0.0
     if not _device_decides(cfg, te=te):
-        return scaling + (wide * (dense + tables) + OPTIMIZER_BYTES * own) / bandwidth
+        return (wide * (dense + tables) + OPTIMIZER_BYTES * own) / bandwidth
     by_rows = 0.0
     if cfg.optimizer.deferred_table_updates and layout.gate_data_parallel == 1:
         own, tables, by_rows = own - tables, 0, _row_seconds(cfg, layout, tables, bandwidth)
     zeroing, norm, adam = wide * (dense + tables), wide * own, (FUSED_BYTES + wide) * own
-    return scaling + by_rows + (zeroing + norm) / bandwidth + adam / (card.memory_gb_per_s * ADAM_EFFICIENCY * 1e9)
+    return by_rows + (zeroing + norm) / bandwidth + adam / (card.memory_gb_per_s * ADAM_EFFICIENCY * 1e9)
 
 
 def _row_seconds(cfg: RunConfig, layout: Layout, tables: float, bandwidth: float) -> float:

@@ -11,9 +11,7 @@ import pytest
 from egmla_megatron.config.check import check_config
 from egmla_megatron.config.load import load_config
 from egmla_megatron.report.cards import LINK_EFFICIENCY, Card, Cluster, find_card, find_cluster
-from egmla_megatron.report.memory import parameters_of_rank
 from egmla_megatron.report.step_time import (
-    COPY_EFFICIENCY,
     StepTime,
     estimate_error,
     estimate_step,
@@ -123,15 +121,13 @@ def test_what_makes_a_step_longer() -> None:
         return estimate_step(changed, check_config(changed, ranks), H200, cluster, te=True, triton=True)
 
     base = step()
-    gradients = sum(parameters_of_rank(cfg, check_config(cfg, 8), 0))  # all are multiplied with 1/8: read and written
     whole: dict[str, dict[str, object]] = {
         "optimizer": {"distributed": False},
         "parallel": {"overlap_param_gather": False},
     }
     once = step(ranks=1, **whole, train={"global_batch_size": 48})
     eighth = step(**whole)  # as much work for every rank, updates too
-    scaling_s = 2 * 4 * gradients / (COPY_EFFICIENCY * H200.memory_gb_per_s * 1e9)
-    assert eighth.memory_s - once.memory_s == pytest.approx(scaling_s)
+    assert eighth.memory_s == pytest.approx(once.memory_s)  # collectives divide
     assert base.limited_by == "matrix arithmetic" and base.bubble_s == 0
     assert base.step_s > base.matrix_s > 0 and base.overlap_s == base.host_s > 0  # the next step is launched meanwhile
     waiting = step(optimizer={"fused_master_weights": False})

@@ -83,7 +83,9 @@ def test_all_kernels(tmp_path: Path, name: str) -> None:
     )
     out = tmp_path / "out.json"
     command = ["tools/bench_kernels.py", str(config), "--repeats=5", f"--json={out}"]
-    output = start(1, command, tmp_path / "log", limit_s=580).succeed()
+    job = start(1, command, tmp_path / "log")
+    job.limit_s = 580
+    output = job.succeed()
     result = json.loads(out.read_text())
     rows = result["rows"]
     assert {(row["kernel"], row["pass"]) for row in rows} == expected and len(rows) == len(expected)

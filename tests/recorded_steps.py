@@ -14,6 +14,8 @@ from egmla_megatron.config.schema import RunConfig
 __all__ = ["RecordedStep", "recorded_steps"]
 
 OWN_MASTER_WEIGHTS = "optimizer.fused_master_weights=false"  # of megatron-core, in all runs before speed_one_gpu.json
+# of records without the key `store_param_remainders`
+WHOLE_MASTER_WEIGHTS = "optimizer.store_param_remainders=false"
 # runs before distinct ids, kernels and CUDA graphs
 BEFORE = ["parallel.unique_ids=false", "train.cuda_graph=false", OWN_MASTER_WEIGHTS]
 LAYOUTS = {  # end of a name in layouts_two_gpus.json -> settings
@@ -120,8 +122,7 @@ def _sharding(record: Any) -> Iterator[RecordedStep]:
             settings = [f"parallel.gate_group={row['gate_group']}", f"parallel.unique_ids={str(unique).lower()}"]
             if "all_gather" in variant:
                 settings.append("parallel.gate_exchange=all_gather")
-            if "in_place" not in result["name"]:
-                settings.append(OWN_MASTER_WEIGHTS)
+            settings.append(WHOLE_MASTER_WEIGHTS if "in_place" in result["name"] else OWN_MASTER_WEIGHTS)
             yield RecordedStep(
                 name=f"{result['name']} {variant}",
                 cfg=load_config("pretrain_base", [*common, *settings]),
@@ -136,7 +137,8 @@ def _sharding(record: Any) -> Iterator[RecordedStep]:
 
 
 def _one_gpu(record: Any, *, present: bool) -> Iterator[RecordedStep]:
-    deferred = [] if record.get("deferred_table_updates") else ["optimizer.deferred_table_updates=false"]
+    before = [] if record.get("store_param_remainders") else [WHOLE_MASTER_WEIGHTS]
+    before += [] if record.get("deferred_table_updates") else ["optimizer.deferred_table_updates=false"]
     for title, rows in record["bench_train"].items():
         if not title.startswith("pretrain"):
             continue
@@ -146,7 +148,7 @@ def _one_gpu(record: Any, *, present: bool) -> Iterator[RecordedStep]:
             if row["reported"] or "train.fp8=tensorwise" in row["settings"]:
                 continue  # steps as those of the first row; the estimate knows no FP8
             cfg = load_config(
-                config, [f"train.global_batch_size={batch}", "train.cuda_graph=true", *deferred, *row["settings"]]
+                config, [f"train.global_batch_size={batch}", "train.cuda_graph=true", *before, *row["settings"]]
             )
             name = f"{title} {row['variant']}"
             yield RecordedStep(name, cfg, 1, "h200", True, True, None, False, row["step_ms_median"], present)

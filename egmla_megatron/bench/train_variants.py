@@ -53,6 +53,7 @@ VARIANTS = {
         "graph": ("train.cuda_graph=true",),
         "no_fused_grads": ("parallel.fused_grad_accumulation=false",),
         "own_master_weights": ("optimizer.fused_master_weights=false",),
+        "whole_master_weights": ("optimizer.store_param_remainders=false",),
         "fp8": ("train.fp8=tensorwise",),
         "recompute": ("train.recompute=full",),
         # what reporting costs: base+reported beside base; its step times alone: reported+no_step_times
@@ -165,7 +166,10 @@ def effective(cfg: RunConfig, *, cuda: bool, reported: bool) -> RunConfig:
         model = replace(model, gate_norm=False)
     logging = replace(cfg.logging, step_times=reported and cfg.logging.step_times)
     by_rows = masters and model.gated and optimizer.deferred_table_updates
-    optimizer = replace(optimizer, fused_master_weights=masters, deferred_table_updates=by_rows)
+    halves = masters and optimizer.store_param_remainders
+    optimizer = replace(
+        optimizer, fused_master_weights=masters, store_param_remainders=halves, deferred_table_updates=by_rows
+    )
     return replace(cfg, parallel=parallel, optimizer=optimizer, model=model, logging=logging)
 
 

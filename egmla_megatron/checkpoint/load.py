@@ -28,7 +28,7 @@ from egmla_megatron.config.schema import ModelConfig, RunConfig
 from egmla_megatron.errors import UserError
 from egmla_megatron.model.build import BuiltModel
 from egmla_megatron.parallel.world import World, seed_everything
-from egmla_megatron.train.optimizer import adopt_hyperparameters, loading_states
+from egmla_megatron.train.optimizer import adopt_hyperparameters, gather_weights, loading_states
 
 __all__ = ["load_checkpoint", "load_weights", "read_full_weights", "read_weights"]
 
@@ -68,8 +68,9 @@ def load_checkpoint(
             state["rng"] = rng_state(world)
         loaded = _read(state, path)
         adopt_hyperparameters(loaded["optimizer"], optimizer)
-        optimizer.load_state_dict(loaded["optimizer"])
-    load_weights(built, loaded["model"], path)
+        load_weights(built, loaded["model"], path)
+        optimizer.load_state_dict(loaded["optimizer"])  # after the weights: some follow from their master weights
+        gather_weights(cfg, optimizer)
     if same_ranks:
         restore_rng(loaded["rng"])
     else:

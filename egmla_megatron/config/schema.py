@@ -139,6 +139,9 @@ class OptimizerConfig:
     # Adam keeps the fp32 master weights of bf16 weights and writes both at once, and the device decides whether: the
     # host launches a step before the last one is done (GPUs with Transformer Engine, distributed only)
     fused_master_weights: bool = True
+    # of a master weight keep the 16 bits that its bf16 weight lacks, 2 bytes a parameter less; checkpoints still have
+    # fp32 (with fused_master_weights)
+    store_param_remainders: bool = True
     # rows of the gating tables that a step did not read are updated later, to the same bits: when they are read, and at
     # the latest 128 steps on (with fused_master_weights, where a rank has the whole optimizer state of its tables)
     deferred_table_updates: bool = True

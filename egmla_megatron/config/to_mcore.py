@@ -196,7 +196,7 @@ def optimizer_config(cfg: RunConfig) -> OptimizerConfig:
         use_distributed_optimizer=opt.distributed,
         overlap_param_gather=cfg.parallel.overlap_param_gather,
         use_precision_aware_optimizer=fused_master_weights(cfg),
-        store_param_remainders=False,  # 16 bits of every master weight: no other optimizer could read the checkpoint
+        store_param_remainders=False,  # megatron-core sees fp32, see train.remainders
     )
 
 

@@ -42,7 +42,7 @@ class Memory:
     weights: int  # dense; with train.fp8 also what Transformer Engine casts those of linear layers to
     gate_tables: int  # this rank's columns of its layers
     gradients: int  # of both, as the reductions hold them
-    optimizer: int  # of both: fp32 master weights and two moments
+    optimizer: int  # of both: fp32 master weights, or their lower halves, and two moments
     activations: int  # saved for backward, of all micro-batches in flight
     logits: int  # and their gradient, in one place with Transformer Engine; 0 where another moment is the peak
     communication: int  # what collectives and stages hold beside the tensors that they move (buffers.py)
@@ -108,7 +108,7 @@ def memory_per_rank(cfg: RunConfig, layout: Layout, stage: int, *, te: bool, tri
         weights=wide * dense + _fp8_weights(cfg, layout),
         gate_tables=wide * tables,
         gradients=cfg.parallel.grad_element_bytes * (dense + tables),
-        optimizer=optimizer_bytes(cfg, layout, stage, sharded=cfg.optimizer.distributed),
+        optimizer=optimizer_bytes(cfg, layout, stage, sharded=cfg.optimizer.distributed, te=te),
         activations=activations,
         logits=logits,
         communication=communication,
@@ -139,20 +139,28 @@ def _fp8_activations(cfg: RunConfig, tokens: int) -> float:
 
 
 def _first_adam(cfg: RunConfig, layout: Layout, dense: int, tables: int, *, te: bool) -> int:
-    """Bytes beside the optimizer's states when it makes them: Transformer Engine's copies a parameter, then in fp32."""
-    if not (te and cfg.optimizer.distributed and cfg.optimizer.fused_master_weights and cfg.train.element_bytes == 2):
+    """Bytes beside the optimizer's states when it makes fp32 master weights: Transformer Engine's copies a parameter,
+    then in fp32."""
+    if not _fused_masters(cfg, te=te) or cfg.optimizer.store_param_remainders:
         return 0
     embedding = cfg.model.vocab_size * cfg.model.hidden_size // layout.tp
     own_dense = min(embedding, dense // (layout.dp * layout.cp))  # the largest but for the tables, one parameter too
     return (2 + 4) * max(own_dense, tables // layout.gate_data_parallel)
 
 
-def optimizer_bytes(cfg: RunConfig, layout: Layout, stage: int, *, sharded: bool) -> int:
+def _fused_masters(cfg: RunConfig, *, te: bool) -> bool:
+    """Whether Transformer Engine's Adam keeps the master weights."""
+    return te and cfg.optimizer.distributed and cfg.optimizer.fused_master_weights and cfg.train.element_bytes == 2
+
+
+def optimizer_bytes(cfg: RunConfig, layout: Layout, stage: int, *, sharded: bool, te: bool) -> int:
     """Of the optimizer's states on a rank, with the distributed optimizer or without."""
     dense, tables = parameters_of_rank(cfg, layout, stage)
     state = 12 if cfg.train.element_bytes == 2 else 8  # fp32 weights are their own master
     if not sharded:
         return state * (dense + tables)
+    if _fused_masters(cfg, te=te) and cfg.optimizer.store_param_remainders:
+        state = 10
     return state * dense // (layout.dp * layout.cp) + state * tables // layout.gate_data_parallel
 
 

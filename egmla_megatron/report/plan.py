@@ -182,8 +182,8 @@ def _plan_of_layout(cfg: RunConfig, layout: Layout, hardware: Hardware | None) -
         "activations_bytes_by_recompute": activations,
         "distributed_optimizer": cfg.optimizer.distributed,
         "optimizer_bytes": {
-            "distributed": optimizer_bytes(cfg, layout, stage, sharded=True),
-            "not distributed": optimizer_bytes(cfg, layout, stage, sharded=False),
+            "distributed": optimizer_bytes(cfg, layout, stage, sharded=True, te=te),
+            "not distributed": optimizer_bytes(cfg, layout, stage, sharded=False, te=te),
         },
         "sent_per_step_and_rank": _sent(cfg, layout),
     }

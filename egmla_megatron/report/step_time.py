@@ -27,8 +27,9 @@ MOST_OF_PEAK, HALF = 0.72, 150
 COPY_EFFICIENCY = 0.87  # a copy reaches 4157 of 4800 GB/s (kernels_and_graphs.json)
 PASSES = 6.0  # times that a byte saved for backward goes through memory
 # read and written for a parameter that a rank updates, beside zeroing its gradient: norm, clipping, Adam, the weight;
-# where the device decides updates Adam alone, without the gradient: moments and master weight both ways, the weight
-OPTIMIZER_BYTES, FUSED_BYTES = 46.0, 26.0
+# where the device decides updates Adam alone, without the gradient: moments and master weight both ways, the weight,
+# or moments, weight and the master weight's lower half both ways
+OPTIMIZER_BYTES, FUSED_BYTES, HALVES_BYTES = 46.0, 26.0, 24.0
 ADAM_EFFICIENCY = 0.82  # 3.92 of 4.8 TB/s (train/adam_cuda.py)
 # arithmetic of an entry's update that was made later: 100 us for 154M entries (train/adam_rows_cuda.py, whose SWEEP
 # this is)
@@ -181,8 +182,12 @@ def _optimizer_seconds(cfg: RunConfig, layout: Layout, stage: int, card: Card, *
     by_rows = 0.0
     if cfg.optimizer.deferred_table_updates and layout.gate_data_parallel == 1:
         own, tables, by_rows = own - tables, 0, _row_seconds(cfg, layout, tables, bandwidth)
-    zeroing, norm, adam = wide * (dense + tables), wide * own, (FUSED_BYTES + wide) * own
+    zeroing, norm, adam = wide * (dense + tables), wide * own, (_adam_bytes(cfg) + wide) * own
     return by_rows + (zeroing + norm) / bandwidth + adam / (card.memory_gb_per_s * ADAM_EFFICIENCY * 1e9)
+
+
+def _adam_bytes(cfg: RunConfig) -> float:
+    return HALVES_BYTES if cfg.optimizer.store_param_remainders else FUSED_BYTES
 
 
 def _row_seconds(cfg: RunConfig, layout: Layout, tables: float, bandwidth: float) -> float:
@@ -191,7 +196,7 @@ def _row_seconds(cfg: RunConfig, layout: Layout, tables: float, bandwidth: float
     readers = max(1, cfg.parallel.gate_group // (layout.tp * layout.cp))
     tokens = cfg.train.micro_batch_size * cfg.train.seq_length * layout.num_microbatches * readers
     read = min(1.0, tokens * unique_fraction(tokens, cfg.data.unique_fractions) / cfg.model.vocab_size)
-    moved = read * (2 * FUSED_BYTES + 3 * cfg.parallel.grad_element_bytes) + FUSED_BYTES / SWEEP
+    moved = read * (2 * _adam_bytes(cfg) + 3 * cfg.parallel.grad_element_bytes) + _adam_bytes(cfg) / SWEEP
     return tables * (moved / bandwidth + WAITING_UPDATE_S)
 
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from egmla_megatron.train.adam_cuda import KINDS, read, updated, write
+from egmla_megatron.train.adam_cuda import read, read_master, updated, write, write_master
 
 __all__ = ["SWEEP", "RowTensors", "Rows", "advance_all", "catch_up", "row_squares", "update_rows"]
 
@@ -31,11 +31,11 @@ LOOK_UPS = 256  # look-ups, and rows, of a program that only takes notes
 def _advance(
     history_ptr, weight_ptr, mean_ptr, square_ptr, master_ptr, grad_ptr, plan_ptr, place, mask, first, last, was_read,
     lr, beta1, beta2, eps, decay,
-    PLANNED: tl.constexpr, WEIGHT: tl.constexpr, SWEEP: tl.constexpr, MASKED: tl.constexpr,
+    PLANNED: tl.constexpr, SWEEP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     # updates first to last without gradient; with PLANNED one more, with the gradient of a row that was read
     mean, square = read(mean_ptr + place, mask, MASKED), read(square_ptr + place, mask, MASKED)
-    master = read(master_ptr + place, mask, MASKED)
+    master = read_master(weight_ptr + place, master_ptr + place, mask, MASKED)
     update = first
     while update <= last:
         slot = history_ptr + (update % SWEEP) * 3
@@ -51,8 +51,7 @@ def _advance(
         mean, square, master = updated(grad, mean, square, master, beta1, beta2, eps, rate, inverse2, lr * decay)
     write(mean_ptr + place, mean, mask, MASKED)
     write(square_ptr + place, square, mask, MASKED)
-    write(master_ptr + place, master, mask, MASKED)
-    write(weight_ptr + place, master.to(WEIGHT), mask, MASKED)
+    write_master(weight_ptr + place, master_ptr + place, master, mask, MASKED)
 
 
 @triton.jit
@@ -76,7 +75,7 @@ def _claim(ids_ptr, count_ptr, done_ptr, read_ptr, from_ptr, looked_up, rows, BL
 @triton.jit
 def _catch_up(
     ids_ptr, from_ptr, count_ptr, history_ptr, weight_ptr, mean_ptr, square_ptr, master_ptr, rows, beta1, beta2, eps,
-    COLUMNS: tl.constexpr, WEIGHT: tl.constexpr, SWEEP: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr, SWEEP: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
     ACROSS: tl.constexpr,
 ):  # fmt: skip
     # updates `from` + 1 to `count`, of row ids[i] from from[i]; without ids of row i
@@ -88,7 +87,7 @@ def _catch_up(
         _advance(
             history_ptr, weight_ptr, mean_ptr, square_ptr, master_ptr, weight_ptr, history_ptr,
             row * COLUMNS + place, place < COLUMNS, done + 1, count, False,
-            0.0, beta1, beta2, eps, 0.0, PLANNED=False, WEIGHT=WEIGHT, SWEEP=SWEEP, MASKED=MASKED,
+            0.0, beta1, beta2, eps, 0.0, PLANNED=False, SWEEP=SWEEP, MASKED=MASKED,
         )  # fmt: skip
 
 
@@ -106,7 +105,7 @@ def _bits(chosen, STRIDE: tl.constexpr):
 def _update_row(
     row, column, was_read, plan_ptr, count_ptr, done_ptr, history_ptr, grad_ptr, weight_ptr, mean_ptr, square_ptr,
     master_ptr, lr, beta1, beta2, eps, decay,
-    COLUMNS: tl.constexpr, WEIGHT: tl.constexpr, SWEEP: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr, SWEEP: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     place, mask = row * COLUMNS + column, column < COLUMNS
     count, done = tl.load(count_ptr), tl.load(done_ptr + row)
@@ -114,13 +113,13 @@ def _update_row(
         _advance(
             history_ptr, weight_ptr, mean_ptr, square_ptr, master_ptr, grad_ptr, plan_ptr, place, mask,
             done + 1, count - 1, was_read, lr, beta1, beta2, eps, decay,
-            PLANNED=True, WEIGHT=WEIGHT, SWEEP=SWEEP, MASKED=MASKED,
+            PLANNED=True, SWEEP=SWEEP, MASKED=MASKED,
         )  # fmt: skip
     elif done < count:
         _advance(
             history_ptr, weight_ptr, mean_ptr, square_ptr, master_ptr, grad_ptr, plan_ptr, place, mask,
             done + 1, count, False, 0.0, beta1, beta2, eps, 0.0,
-            PLANNED=False, WEIGHT=WEIGHT, SWEEP=SWEEP, MASKED=MASKED,
+            PLANNED=False, SWEEP=SWEEP, MASKED=MASKED,
         )  # fmt: skip
     if was_read:
         tl.debug_barrier()  # all threads have read the gradient
@@ -131,7 +130,7 @@ def _update_row(
 def _update_rows(
     plan_ptr, count_ptr, done_ptr, read_ptr, history_ptr, grad_ptr, weight_ptr, mean_ptr, square_ptr, master_ptr,
     rows, phase, lr, beta1, beta2, eps, decay,
-    COLUMNS: tl.constexpr, WEIGHT: tl.constexpr, SWEEP: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr, SWEEP: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
     STRIDE: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
     first, step = tl.program_id(0) // ACROSS, tl.num_programs(0) // ACROSS
@@ -145,7 +144,7 @@ def _update_rows(
             _update_row(
                 (first + index * step).to(tl.int64), column, (read >> index) & 1 != 0, plan_ptr, count_ptr, done_ptr,
                 history_ptr, grad_ptr, weight_ptr, mean_ptr, square_ptr, master_ptr, lr, beta1, beta2, eps, decay,
-                COLUMNS=COLUMNS, WEIGHT=WEIGHT, SWEEP=SWEEP, MASKED=MASKED, BLOCK=BLOCK,
+                COLUMNS=COLUMNS, SWEEP=SWEEP, MASKED=MASKED, BLOCK=BLOCK,
             )  # fmt: skip
 
 
@@ -186,7 +185,7 @@ def _row_squares(
     tl.store(sums_ptr + tl.program_id(0), tl.sum(total))
 
 
-RowTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # gradient, weight, both moments, master weight: all [V, N]
+RowTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # as `AdamTensors`, all [V, N]
 
 
 @dataclass(frozen=True)
@@ -243,7 +242,7 @@ def _advance_rows(
     constants = _columns(weight.shape[1])
     _catch_up[(constants["ACROSS"] * len(from_R),)](
         ids_R, from_R, count_1, rows.history_H3, weight, *states, len(weight), *map(float, betas), float(eps),
-        WEIGHT=KINDS[weight.dtype], SWEEP=rows.sweep, **constants,
+        SWEEP=rows.sweep, **constants,
     )  # fmt: skip
 
 
@@ -271,7 +270,7 @@ def update_rows(
     _update_rows[(constants["ACROSS"] * triton.cdiv(size, STRIDE),)](
         plan_4, count_1, rows.done_V, rows.read_V, rows.history_H3, *tensors,
         size, phase, float(lr), *map(float, betas), float(eps), float(weight_decay),
-        WEIGHT=KINDS[tensors[1].dtype], SWEEP=rows.sweep, STRIDE=STRIDE, **constants,
+        SWEEP=rows.sweep, STRIDE=STRIDE, **constants,
     )  # fmt: skip
     _note_update[(triton.cdiv(size, LOOK_UPS),)](
         plan_4, count_1, rows.done_V, rows.read_V, rows.history_H3, size, phase, float(lr), float(weight_decay),

@@ -2,7 +2,7 @@
 
 Transformer Engine's FusedAdam leaves both to the host: the clipping factor is a pass of its own over all gradients, and
 an update that must not happen is one that is not launched. (Its capturable kernels want gradients of the weights' type;
-these are fp32 beside bf16 weights.) States and checkpoints stay FusedAdam's.
+these are fp32 beside bf16 weights.) States stay FusedAdam's.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from egmla_megatron.train.remainders import WholeMasterWeights
 
 if TYPE_CHECKING:
     from egmla_megatron.train.adam_cuda import AdamTable, AdamTensors
@@ -139,12 +141,16 @@ def plan_of(optimizer: Any) -> UpdatePlan | None:
     return plans[0] if plans else None
 
 
-def use_device_adam(optimizer: Any, betas: tuple[float, float], device: torch.device) -> None:
+def use_device_adam(optimizer: Any, betas: tuple[float, float], device: torch.device, *, remainders: bool) -> None:
     """Let updates of megatron-core's distributed optimizer with master weights inside FusedAdam be decided on the
-    device."""
+    device.
+
+    Args:
+        remainders: keep the lower halves of master weights only (`WholeMasterWeights`).
+    """
     from transformer_engine.pytorch.optimizers import FusedAdam
 
-    class DeviceAdam(DecidedOnDevice, FusedAdam):
+    class DeviceAdam(DecidedOnDevice, WholeMasterWeights, FusedAdam):
         pass
 
     plan = UpdatePlan(betas, device)
@@ -154,6 +160,7 @@ def use_device_adam(optimizer: Any, betas: tuple[float, float], device: torch.de
             given.param_groups,
             betas=betas,
             master_weights=True,
+            store_param_remainders=remainders,
             use_decoupled_grad=True,
             exp_avg_dtype=given.exp_avg_dtype,
             exp_avg_sq_dtype=given.exp_avg_sq_dtype,

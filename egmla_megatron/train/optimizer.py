@@ -19,9 +19,16 @@ from egmla_megatron.model.build import BuiltModel
 from egmla_megatron.parallel.world import World
 from egmla_megatron.train.data_parallel import DataParallel
 from egmla_megatron.train.deferred_rows import defer_rows
-from egmla_megatron.train.device_adam import use_device_adam
+from egmla_megatron.train.device_adam import single_optimizers, use_device_adam
 
-__all__ = ["adopt_hyperparameters", "build_optimizer", "build_schedule", "loading_states", "wrap_ddp"]
+__all__ = [
+    "adopt_hyperparameters",
+    "build_optimizer",
+    "build_schedule",
+    "gather_weights",
+    "loading_states",
+    "wrap_ddp",
+]
 
 STYLES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "wsd": "WSD"}
 
@@ -92,7 +99,8 @@ def build_optimizer(cfg: RunConfig, model: list[Any], built: BuiltModel) -> Any:
     """One AdamW over all chunks; sharded states when `optimizer.distributed`; tables go with the expert buffers."""
     optimizer = get_megatron_optimizer(optimizer_config(cfg), model, config_overrides=_param_overrides(cfg))
     if fused_master_weights(cfg):
-        use_device_adam(optimizer, (cfg.optimizer.beta1, cfg.optimizer.beta2), next(model[0].parameters()).device)
+        betas, device = (cfg.optimizer.beta1, cfg.optimizer.beta2), next(model[0].parameters()).device
+        use_device_adam(optimizer, betas, device, remainders=cfg.optimizer.store_param_remainders)
         if cfg.optimizer.deferred_table_updates:
             defer_rows(optimizer, model)
     built.config.grad_scale_func = optimizer.scale_loss
@@ -169,6 +177,15 @@ def loading_states(cfg: RunConfig, optimizer: Any) -> AbstractContextManager[Non
     FusedAdam keep `step` in the parameter group and need nothing.
     """
     return _prepared(_inner_torch_optimizers(optimizer) if cfg.optimizer.distributed else [])
+
+
+def gather_weights(cfg: RunConfig, optimizer: Any) -> None:
+    """After master weights were loaded of which lower halves are kept: a rank's share of the weights follows from them,
+    and differs in ties of rounding from those that another optimizer saved. Every rank calls it."""
+    if not (fused_master_weights(cfg) and cfg.optimizer.store_param_remainders) or cfg.parallel.overlap_param_gather:
+        return  # the next forward pass gathers, where that overlaps
+    for chunk in {id(chunk): chunk for each in single_optimizers(optimizer) for chunk in each.model_chunks}.values():
+        chunk.start_param_sync()
 
 
 def _loaded_groups(state: Any) -> Iterator[dict[str, Any]]:

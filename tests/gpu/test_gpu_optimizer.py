@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from egmla_megatron.config.schema import RunConfig
@@ -26,10 +27,17 @@ ALIKE = (
 )
 
 
-def config(fused: bool, folder: Path) -> RunConfig:
+MASTERS: dict[str, dict[str, bool]] = {  # where they are kept
+    "halves": {},
+    "whole": {"store_param_remainders": False},
+    "megatron": {"fused_master_weights": False},
+}
+
+
+def config(masters: str, folder: Path) -> RunConfig:
     # several buckets, with padding between them
     cfg = run_config("te", {"overlap_grad_reduce": True, "grad_bucket_params": 100_000})
-    optimizer = replace(cfg.optimizer, fused_master_weights=fused)
+    optimizer = replace(cfg.optimizer, **MASTERS[masters])  # type: ignore[arg-type]
     return replace(cfg, run=replace(cfg.run, dir=str(folder)), optimizer=optimizer)
 
 
@@ -38,7 +46,7 @@ def world() -> Iterator[Any]:
     from egmla_megatron.config.check import check_config
     from egmla_megatron.parallel.world import close_world, open_world
 
-    cfg = config(True, Path("unused"))
+    cfg = config("halves", Path("unused"))
     yield open_world(cfg, check_config(cfg, 1))
     close_world()
 
@@ -46,32 +54,45 @@ def world() -> Iterator[Any]:
 def test_the_same_steps_and_checkpoints_that_either_reads(tmp_path: Path, world: Any) -> None:
     from tests.dist.reshard_worker import Run, same, tensors
 
-    runs = {fused: Run(config(fused, tmp_path / str(fused)), world) for fused in (True, False)}
-    assert runs[True].optimizer.chained_optimizers[0].optimizer.master_weights
-    numbers = {fused: run.take(0, STEPS) for fused, run in runs.items()}
-    assert numbers[True] == pytest.approx(numbers[False], rel=CLOSE)
+    runs = {masters: Run(config(masters, tmp_path / masters), world) for masters in MASTERS}
+    assert runs["halves"].optimizer.chained_optimizers[0].optimizer.store_param_remainders
+    numbers = {masters: run.take(0, STEPS) for masters, run in runs.items()}
     saved = {}
-    for fused, run in runs.items():
+    for masters, run in runs.items():
+        assert numbers[masters] == pytest.approx(numbers["megatron"], rel=CLOSE)
         run.save(STEPS)
-        saved[fused] = tmp_path / str(fused) / "checkpoints" / f"step_{STEPS:08d}"
-    stored = {fused: tensors(path) for fused, path in saved.items()}
-    assert stored[True].keys() == stored[False].keys()
-    assert any("exp_avg" in key for key in stored[True])
-    for key, value in stored[True].items():
-        if "gate_norm_bias" in key:
-            continue  # shifts a query's scores of all keys alike: the gradient of the keys' half is rounding alone
-        found = float((value.double() - stored[False][key].double()).norm() / value.double().norm().clamp_min(1e-12))
-        assert found < (0.05 if "exp_avg" in key else ALIKE), (key, found)
-    further = {fused: run.take(STEPS, 2) for fused, run in runs.items()}
-    for fused in (True, False):
+        saved[masters] = tmp_path / masters / "checkpoints" / f"step_{STEPS:08d}"
+    stored = {masters: tensors(path) for masters, path in saved.items()}
+    assert any("exp_avg" in key for key in stored["halves"])
+    for masters in ("halves", "whole"):
+        assert stored[masters].keys() == stored["megatron"].keys()
+        for key, value in stored[masters].items():
+            if "gate_norm_bias" in key:
+                continue  # shifts a query's scores of all keys alike: the gradient of the keys' half is rounding alone
+            assert value.dtype == stored["megatron"][key].dtype
+            norm = value.double().norm().clamp_min(1e-12)
+            found = float((value.double() - stored["megatron"][key].double()).norm() / norm)
+            assert found < (0.05 if "exp_avg" in key else ALIKE), (masters, key, found)
+    further = {masters: run.take(STEPS, 2) for masters, run in runs.items()}
+    for masters in MASTERS:
         for origin, path in saved.items():
-            cfg = config(fused, tmp_path / f"{fused}_from_{origin}")
+            cfg = config(masters, tmp_path / f"{masters}_from_{origin}")
             resumed = Run(cfg, world)
             resumed.load(path)
             resumed.save(STEPS)
             again = tensors(Path(cfg.run.dir) / "checkpoints" / f"step_{STEPS:08d}")
-            assert [key for key in again if not same(again[key], stored[origin][key])] == []
+            others = [key for key in again if not same(again[key], stored[origin][key])]
+            if masters == "halves" != origin:  # weights that lie between two bf16 numbers are rounded up
+                others = [key for key in others if not one_step_apart(again[key], stored[origin][key])]
+            assert others == [], (masters, origin)
             assert resumed.take(STEPS, 2) == pytest.approx(further[origin], rel=CLOSE)
+
+
+def one_step_apart(mine: Tensor, other: Tensor) -> bool:
+    """Few of many bf16 numbers, by the last bit."""
+    differ = mine != other
+    steps = mine.view(-1).view(dtype=torch.int16).int() - other.view(-1).view(dtype=torch.int16).int()
+    return mine.dtype == torch.bfloat16 and int(steps.abs().max()) == 1 and float(differ.float().mean()) < 1e-3
 
 
 def gradients_of_third_step(run: Any) -> tuple[dict[str, Tensor], list[float]]:
@@ -95,7 +116,7 @@ def test_gradients_that_are_written_and_tables_updated_by_rows(tmp_path: Path, w
     """Of four micro-batches, against gradients added to zeros and tables updated as a whole."""
     from tests.dist.reshard_worker import Run
 
-    cfg = config(True, tmp_path)
+    cfg = config("halves", tmp_path)
     fast = Run(cfg, world)
     (chunk,) = fast.model
     assert len(chunk.written) == 4 * 7 and len(chunk.deferred) == 1  # query, latent, up, gate, out, both of the MLP
@@ -118,7 +139,7 @@ def test_a_step_that_is_not_finite(tmp_path: Path, world: Any) -> None:
     from tests.dist.reshard_worker import Run, same, tensors
 
     folders = {bad: tmp_path / str(bad) for bad in (False, True)}
-    runs = {bad: Run(config(True, folder), world) for bad, folder in folders.items()}
+    runs = {bad: Run(config("halves", folder), world) for bad, folder in folders.items()}
     for bad, run in runs.items():
         run.take(0, STEPS)
         if bad:
@@ -134,7 +155,7 @@ def test_a_step_that_is_not_finite(tmp_path: Path, world: Any) -> None:
         if "gate_norm_bias" not in key:
             found = float((saved[True][key].double() - value.double()).norm() / value.double().norm().clamp_min(1e-12))
             assert found < (0.05 if "exp_avg" in key else ALIKE), (key, found)
-    resumed = Run(config(True, tmp_path / "resumed"), world)
+    resumed = Run(config("halves", tmp_path / "resumed"), world)
     resumed.load(folders[True] / "checkpoints" / f"step_{STEPS:08d}")
     resumed.save(STEPS)
     again = tensors(tmp_path / "resumed" / "checkpoints" / f"step_{STEPS:08d}")

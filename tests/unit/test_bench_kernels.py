@@ -174,8 +174,10 @@ def test_updates_of_tables_by_rows(world: Any) -> None:
     pytest.importorskip("triton")
     buffers, cfg = Buffers(torch.device("cpu"), torch.float32), tiny_run(TINY)
     columns = TINY.num_layers * TINY.kv_emb_dim
-    case = _row_case(cfg, 1, 9, buffers)
+    cfg = replace(cfg, optimizer=replace(cfg.optimizer, store_param_remainders=False))
+    case = _row_case(cfg, 1, 9, cost.weight_update_bytes(4, halves=False), buffers)
     assert case.cost.bytes == 9 * columns * (6 * 4 + 4 + 3 * 4)  # none of 18 rows is due
+    assert cost.weight_update_bytes(2, halves=True) == 8 == cost.weight_update_bytes(0, halves=False)
     call = case.prepare()
     assert call.before is not None
     for replay in range(2):

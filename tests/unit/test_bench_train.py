@@ -127,7 +127,14 @@ def test_variants_that_change_nothing_on_a_cpu() -> None:
         for each in choose_variants([*names, "reported+no_step_times", "mla+no_gate_norm"])
     }
     found = {one.name: other.name for one, other in same_as(configs, cuda=False).items()}
-    nothing = ("torch_kernels", "torch", "no_fused_grads", "own_master_weights", "no_step_times")
+    nothing = (
+        "torch_kernels",
+        "torch",
+        "no_fused_grads",
+        "own_master_weights",
+        "whole_master_weights",
+        "no_step_times",
+    )
     assert found == dict.fromkeys(nothing, "base") | {"mla+no_gate_norm": "mla"}
 
 

@@ -36,13 +36,14 @@ class Table:
         kind: torch.dtype = torch.float32,
         decay: float = 0.0,
         shape: tuple[int, int, int] = SHAPE,
+        halves: bool = False,
     ) -> None:
         start = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         self.weight: Any = torch.nn.Parameter(start.to(DEVICE, torch.bfloat16))
         self.weight.main_grad = torch.zeros(shape, dtype=kind, device=DEVICE)
         self.flat: Any = self.weight.detach().view(-1)
         self.flat.decoupled_grad = self.weight.main_grad.view(-1)
-        self.optimizer = DeviceAdam([{"params": [self.flat], "weight_decay": decay}])
+        self.optimizer = DeviceAdam([{"params": [self.flat], "weight_decay": decay}], halves=halves)
         self.optimizer.follow(UpdatePlan(BETAS, DEVICE))
         self.rows = DeferredRows(self.optimizer, self.flat, self.weight, SWEEP) if deferred else None
         if self.rows is not None:
@@ -84,11 +85,13 @@ def same(tables: list[Table]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(*(table.whole() for table in tables), strict=True))
 
 
-@pytest.mark.parametrize(("kind", "decay"), [(torch.float32, 0.0), (torch.bfloat16, 0.1)])
-def test_every_bit_is_that_of_dense_updates(kind: torch.dtype, decay: float) -> None:
+@pytest.mark.parametrize(
+    ("kind", "decay", "halves"), [(torch.float32, 0.0, False), (torch.bfloat16, 0.1, False), (torch.float32, 0.1, True)]
+)
+def test_every_bit_is_that_of_dense_updates(kind: torch.dtype, decay: float, halves: bool) -> None:
     """Rows that are read often, seldom and never; ids that repeat; several look-ups a step, one without an update;
     updates that do not happen; more steps than are remembered; a learning rate that changes in every one."""
-    tables = [Table(deferred, kind, decay) for deferred in (False, True)]
+    tables = [Table(deferred, kind, decay, halves=halves) for deferred in (False, True)]
     generator = torch.Generator().manual_seed(1)
     steps = 4 * SWEEP + 5
     for step in range(steps):

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 
 from egmla_megatron.train.adam_cuda import PIECE, adam_tables, adamw
 from egmla_megatron.train.device_adam import DecidedOnDevice, UpdatePlan, plan_of, single_optimizers
+from egmla_megatron.train.remainders import join_halves
 from egmla_megatron.train.step import StepInFlight
 from egmla_megatron.train.update import update_weights
 
@@ -21,15 +22,16 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class MasterWeights(torch.optim.Optimizer):
-    """What `DecidedOnDevice` needs of Transformer Engine's FusedAdam."""
+    """What `DecidedOnDevice` needs of Transformer Engine's FusedAdam; `halves`: lower ones only of master weights."""
 
-    def __init__(self, groups: list[dict[str, Any]]) -> None:
+    def __init__(self, groups: list[dict[str, Any]], *, halves: bool = False) -> None:
         super().__init__(groups, {"lr": 1e-2, "betas": BETAS, "eps": 1e-8, "weight_decay": 0.1})
+        self.halves = halves
 
     def initialize_state(self, parameter: Tensor, _: bool) -> None:
         master = parameter.detach().float().clone()
         self.state[parameter] = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
-        self.state[parameter]["master_param"] = master
+        self.state[parameter]["master_param"] = torch.zeros_like(master, dtype=torch.int16) if self.halves else master
 
 
 class DeviceAdam(DecidedOnDevice, MasterWeights):
@@ -90,6 +92,28 @@ def test_updates_equal_torch_in_float64(sizes: tuple[int, ...], weight: torch.dt
         torch.testing.assert_close(p.detach(), state["master_param"].to(weight), rtol=ulp, atol=0.0)
 
 
+def test_lower_halves_of_master_weights_are_enough() -> None:
+    """Moments and master weights of many updates, bit by bit."""
+    found = []
+    for halves in (False, True):
+        mine = weights(7, 2051, 4096, kind=torch.bfloat16)
+        optimizer = DeviceAdam([{"params": mine}], halves=halves)
+        optimizer.follow(UpdatePlan(BETAS, DEVICE))
+        for step in range(12):
+            optimizer.plan.decide(with_gradients(mine, step, torch.float32), CLIP, optimizer.updates())
+            optimizer.step()
+        states = [dict(optimizer.state[p]) for p in mine]
+        for p, state in zip(mine, states, strict=True):
+            master = state["master_param"]
+            state["master_param"] = join_halves(p.detach(), master) if halves else master.cpu()
+            nearest = (state["master_param"] - p.detach().float().cpu()).abs() <= p.detach().float().cpu().abs() * 2**-8
+            assert nearest.all() or not halves  # Triton's interpreter cuts bits off otherwise
+        found.append(states)
+    for whole, half in zip(*found, strict=True):
+        assert whole.keys() == half.keys() and all(torch.equal(whole[name], half[name]) for name in whole)
+        assert (whole["master_param"].view(torch.int32) & 0xFFFF).unique().numel() > 2
+
+
 def test_a_loaded_state_goes_on_where_it_was() -> None:
     """Also when it comes from another process: the count of updates is that of the state."""
     runs = [(parameters := weights(9, kind=torch.bfloat16), DeviceAdam([{"params": parameters}])) for _ in range(2)]
@@ -139,7 +163,7 @@ def test_several_pieces_and_what_does_not_fit() -> None:
     assert (fits.aligned, does_not.aligned) == (True, False) and len(fits.rows_C6) == len(does_not.rows_C6) == 2
     with pytest.raises(ValueError, match="one size"):
         adam_tables([(tensors[0][:4], *tensors[1:])])
-    with pytest.raises(ValueError, match="fp32 moments"):
+    with pytest.raises(ValueError, match="moments and master weights are fp32"):
         adam_tables([(*tensors[:2], tensors[2].bfloat16(), *tensors[3:])])
     with pytest.raises(ValueError, match="contiguous"):
         adam_tables([tuple(each[::2] for each in tensors)])

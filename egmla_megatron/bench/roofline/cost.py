@@ -39,6 +39,7 @@ __all__ = [
     "swiglu_backward",
     "swiglu_forward",
     "update",
+    "weight_update_bytes",
 ]
 
 _INT64, _FP32 = 8, 4  # bytes
@@ -201,21 +202,31 @@ def split_heads(sizes: Sizes) -> Cost:
     return Cost(sizes.element_bytes * sizes.tokens * columns + _FP32 * sizes.length * (sizes.heads.rope // 2))
 
 
-def update(parameters: int, weight_bytes: int) -> Cost:
-    """AdamW in fp32: gradient, two moments and master weight -> moments, master weight, and the weight of the model.
+def weight_update_bytes(weight_bytes: int, *, halves: bool) -> int:
+    """Of a weight and its master weight, read and written by an update.
 
     Args:
         weight_bytes: of a weight in the model; 0: the master weight is it.
+        halves: the master weight's upper half is the weight, a bf16 one.
     """
-    return Cost(parameters * (7 * _FP32 + weight_bytes))
+    return 2 * (weight_bytes + 2) if halves else 2 * _FP32 + weight_bytes
 
 
-def row_update(read: int, due: int, weight_bytes: int) -> Cost:
+def update(parameters: int, weights: int) -> Cost:
+    """AdamW in fp32: gradient, two moments and weights -> moments and weights.
+
+    Args:
+        weights: bytes of a `weight_update_bytes`.
+    """
+    return Cost(parameters * (5 * _FP32 + weights))
+
+
+def row_update(read: int, due: int, weights: int) -> Cost:
     """As `update`, of the entries of table rows: those that were read, whose gradient is also read for its norm and
     zeroed, and those that are due without a gradient.
 
     Args:
         read, due: entries.
-        weight_bytes: of a weight in the model.
+        weights: bytes of a `weight_update_bytes`.
     """
-    return Cost((read + due) * (6 * _FP32 + weight_bytes) + read * 3 * _FP32)
+    return Cost((read + due) * (4 * _FP32 + weights) + read * 3 * _FP32)

@@ -34,6 +34,8 @@ def update_cases(cfg: RunConfig, microbatches: int, distinct: int, buffers: Buff
     parameters = counted.total - (counted.gate_tables if by_rows else 0)
     elements = min(parameters, MOST_ELEMENTS[buffers.device.type])
     weight_bytes = cfg.train.element_bytes if cfg.train.precision == "bf16" else 0
+    halves = fused and cfg.optimizer.store_param_remainders
+    weights = cost.weight_update_bytes(weight_bytes, halves=halves)
 
     def prepare() -> Call:
         make = _on_device if fused else _by_torch
@@ -43,14 +45,14 @@ def update_cases(cfg: RunConfig, microbatches: int, distinct: int, buffers: Buff
         kernel=f"AdamW, {'our kernel' if fused else 'torch, fused'}",
         direction="update",
         count=1 / microbatches,
-        cost=cost.update(elements, weight_bytes),
+        cost=cost.update(elements, weights),
         prepare=prepare,
         scale=parameters / elements,
     )
-    return [whole, _row_case(cfg, microbatches, distinct, buffers)] if by_rows else [whole]
+    return [whole, _row_case(cfg, microbatches, distinct, weights, buffers)] if by_rows else [whole]
 
 
-def _row_case(cfg: RunConfig, microbatches: int, distinct: int, buffers: Buffers) -> Case:
+def _row_case(cfg: RunConfig, microbatches: int, distinct: int, weights: int, buffers: Buffers) -> Case:
     """On a table of twice the rows that are read, for each of which every update has been made."""
     from egmla_megatron.train.adam_rows_cuda import SWEEP
 
@@ -63,7 +65,7 @@ def _row_case(cfg: RunConfig, microbatches: int, distinct: int, buffers: Buffers
         kernel="AdamW of table rows, our kernels",
         direction="update",
         count=1 / microbatches,
-        cost=cost.row_update(distinct * columns, rows // SWEEP * columns, cfg.train.element_bytes),
+        cost=cost.row_update(distinct * columns, rows // SWEEP * columns, weights),
         prepare=lambda: _by_rows(cfg, rows, columns, buffers),
     )
 
@@ -72,8 +74,9 @@ def _by_rows(cfg: RunConfig, rows: int, columns: int, buffers: Buffers) -> Call:
     from egmla_megatron.train.adam_rows_cuda import Rows, row_squares, update_rows
 
     weight_VN = buffers.normal(rows, columns)
-    gradient_VN, master_VN = (buffers.normal(rows, columns, dtype=torch.float32) for _ in range(2))
-    tensors = (gradient_VN, weight_VN, torch.zeros_like(master_VN), torch.ones_like(master_VN), master_VN)
+    gradient_VN = buffers.normal(rows, columns, dtype=torch.float32)
+    master_VN = _master(cfg.optimizer, weight_VN)
+    tensors = (gradient_VN, weight_VN, torch.zeros_like(gradient_VN), torch.ones_like(gradient_VN), master_VN)
     state, plan_4 = Rows.of(rows, buffers.device), torch.ones(4, device=buffers.device)
     count_1 = torch.ones(1, dtype=torch.int64, device=buffers.device)
 
@@ -92,11 +95,16 @@ def _settings(opt: OptimizerConfig) -> dict[str, Any]:
     return {"lr": opt.lr, "betas": (opt.beta1, opt.beta2), "eps": opt.eps, "weight_decay": opt.weight_decay}
 
 
+def _master(opt: OptimizerConfig, weight: Tensor) -> Tensor:
+    """The master weight, or its lower half."""
+    return torch.zeros_like(weight, dtype=torch.int16) if opt.store_param_remainders else weight.float()
+
+
 def _on_device(opt: OptimizerConfig, elements: int, buffers: Buffers) -> Call:
     from egmla_megatron.train.adam_cuda import adam_tables, adamw
 
     weight = buffers.normal(elements)
-    gradient, master = (buffers.normal(elements, dtype=torch.float32) for _ in range(2))
+    gradient, master = buffers.normal(elements, dtype=torch.float32), _master(opt, weight)
     moments = (gradient.clone(), gradient.square())
     (table,) = adam_tables([(gradient, weight, *moments, master)])
     plan_4 = torch.tensor([1.0, 1.0, 1.0, 1.0], device=buffers.device)

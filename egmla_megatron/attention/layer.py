@@ -22,6 +22,7 @@ from torch import Tensor
 
 from egmla_megatron.attention.gated_kv_up import GatedKVUp, GateInput, HeadsInput
 from egmla_megatron.attention.head_sizes import HeadSizes
+from egmla_megatron.attention.main_gradient import has_main_gradient, linear_beside
 from egmla_megatron.attention.norms import LatentNorm
 from egmla_megatron.attention.token_table import take_layer
 
@@ -56,8 +57,10 @@ class EGMLASelfAttention(MLASelfAttention):
         Each TP rank's heads send their own gradient into the shared RoPE key. megatron-core gathers it with
         a backward that only splits, so the sum over ranks is lost (RoPE rows of linear_kv_down_proj).
         """
-        q, kv = super()._qkv_down_projection(hidden_states)
         config, group = self.config, self.tp_group
+        if group.size() == 1 and self._one_gradient():
+            return linear_beside(hidden_states, self.linear_kv_down_proj.weight)
+        q, kv = super()._qkv_down_projection(hidden_states)
         if group.size() == 1:
             return q, kv
         if kv.size(-1) != config.kv_lora_rank + config.qk_pos_emb_head_dim:
@@ -68,6 +71,13 @@ class EGMLASelfAttention(MLASelfAttention):
             return q, scatter_to_sequence_parallel_region(kv, group)
         latent, rope = kv.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
         return q, torch.cat([latent, copy_to_tensor_model_parallel_region(rope, group)], dim=-1)
+
+    def _one_gradient(self) -> bool:
+        """Whether queries and latents are made of the same tensor, by layers that add weight gradients themselves: then
+        the down-projection adds its input's gradient to that of the queries."""
+        config = self.config
+        fused = config.fused_grad_accumulation and config.fp8 is None and config.q_lora_rank is None
+        return fused and has_main_gradient(self.linear_kv_down_proj.weight)
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """As the parent's, with the gate's input in place for the length of the call.

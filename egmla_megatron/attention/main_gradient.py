@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
-__all__ = ["added_by_hand", "has_main_gradient", "linear", "put_product"]
+__all__ = ["added_by_hand", "has_main_gradient", "linear", "linear_beside", "put_product"]
 
 # R rows, K inputs, N outputs
 
@@ -46,13 +46,27 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_RN: Tensor) -> tuple[Tensor | None, None]:
-        (x_RK,) = ctx.saved_tensors
-        weight_NK = ctx.weight
-        grad_RK = grad_RN @ weight_NK if ctx.needs_input_grad[0] else None
-        if ctx.needs_input_grad[1]:
-            put_product(weight_NK.main_grad, grad_RN.t(), x_RK, overwrite=ctx.overwrite)
-            added_by_hand(weight_NK)
+        grad_RK = grad_RN @ ctx.weight if ctx.needs_input_grad[0] else None
+        _weight_gradient(ctx, grad_RN)
         return grad_RK, None
+
+
+class _LinearBeside(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_RK: Tensor, weight_NK: Parameter) -> tuple[Tensor, Tensor]:
+        return x_RK.view_as(x_RK), _Linear.forward(ctx, x_RK, weight_NK)
+
+    @staticmethod
+    def backward(ctx: Any, others_RK: Tensor, grad_RN: Tensor) -> tuple[Tensor, None]:
+        _weight_gradient(ctx, grad_RN)
+        return others_RK.addmm_(grad_RN, ctx.weight), None
+
+
+def _weight_gradient(ctx: Any, grad_RN: Tensor) -> None:
+    if ctx.needs_input_grad[1]:
+        (x_RK,) = ctx.saved_tensors
+        put_product(ctx.weight.main_grad, grad_RN.t(), x_RK, overwrite=ctx.overwrite)
+        added_by_hand(ctx.weight)
 
 
 def linear(x_RK: Tensor, weight_NK: Parameter, *, fused: bool) -> Tensor:
@@ -65,3 +79,13 @@ def linear(x_RK: Tensor, weight_NK: Parameter, *, fused: bool) -> Tensor:
     if fused and has_main_gradient(weight_NK):
         return _Linear.apply(x_RK, weight_NK)
     return F.linear(x_RK, weight_NK)
+
+
+def linear_beside(x: Tensor, weight_NK: Parameter) -> tuple[Tensor, Tensor]:
+    """(x, x W^T), for a weight under DDP, as with `linear(fused=True)`.
+
+    Who else reads x must take the one that is returned, and be one: the gradient that it sends is written over by the
+    sum of both, which the product adds, instead of a pass of its own over three tensors of x's size.
+    """
+    through, out_RN = _LinearBeside.apply(x.flatten(0, -2), weight_NK)
+    return through.view_as(x), out_RN.view(*x.shape[:-1], -1)

@@ -100,8 +100,8 @@ def test_exact_resume_with_several_gradient_buckets(
     """megatron-core 0.19.2 alone saves everything from the second bucket on from a wrong place."""
     from egmla_megatron.train import optimizer
 
-    def small_buckets(cfg: RunConfig) -> Any:
-        return replace(ddp_config(cfg), bucket_size=700)
+    def small_buckets(cfg: RunConfig, **settings: Any) -> Any:
+        return replace(ddp_config(cfg, **settings), bucket_size=700)
 
     monkeypatch.setattr(optimizer, "ddp_config", small_buckets)
     overlap = {"implementation": "torch", "overlap_grad_reduce": True}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from egmla_megatron.attention.main_gradient import linear, put_product
+from egmla_megatron.attention.main_gradient import linear, linear_beside, put_product
 from tests.unit.test_table_lookup import hooked
 
 R, K, N = 7, 5, 3
@@ -65,3 +65,25 @@ def test_bf16_factors_into_fp32(overwrite: bool) -> None:
     exact = left.double() @ right.double() + (0 if overwrite else main.double())
     put_product(main, left, right, overwrite=overwrite)
     torch.testing.assert_close(main.double(), exact, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_beside_another_reader(overwrite: bool) -> None:
+    """Of more dimensions, and not contiguous."""
+    weight, seen = hooked(drawn(N, K, seed=0), torch.float32)
+    weight.overwrite_main_grad = overwrite
+    if overwrite:
+        weight.main_grad.fill_(torch.nan)
+    plain: Any = torch.nn.Parameter(weight.detach().clone())
+    other = drawn(K, N + 1, seed=1)
+    factors = drawn(2, R, N, seed=2), drawn(2, R, N + 1, seed=3)
+    start = drawn(K, R, 2, seed=4)
+    x, same = start.clone().requires_grad_(), start.clone().requires_grad_()
+    through, out = linear_beside((2 * x).permute(2, 1, 0), weight)
+    torch.autograd.backward((out, through @ other), factors)
+    given = (2 * same).permute(2, 1, 0)
+    torch.autograd.backward((given @ plain.t(), given @ other), factors)
+    torch.testing.assert_close(out, given @ plain.t())
+    torch.testing.assert_close(x.grad, same.grad)
+    torch.testing.assert_close(weight.main_grad, plain.grad)
+    assert seen == [True] and weight.grad is None

@@ -100,8 +100,9 @@ def linears(sizes: Sizes) -> list[Linear]:
         ("MLP gate and up", tokens, hidden, 2 * model.intermediate_size),
         ("MLP down", tokens, model.intermediate_size, hidden),
     ]
+    by_torch = {"gate projection"} | ({"kv down-projection"} if sizes.gradients_in_layers and not q_rank else set())
     in_layers = [
-        Linear(name, layers, rows, inputs, outputs, in_layer=True, by_torch=name == "gate projection")
+        Linear(name, layers, rows, inputs, outputs, in_layer=True, by_torch=name in by_torch)
         for name, rows, inputs, outputs in found
         if name != "gate projection" or model.gated
     ]

@@ -86,6 +86,40 @@ def _token_and_row(order_ptr, index_ptr, place, tokens):
 
 
 @triton.jit
+def _read(
+    token, row, column, mask, key_ptr, value_ptr, up_ptr, gate_ptr, columns,
+    batch, key_s, key_b, key_n, value_s, value_b, value_n, NOPE: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    at = places(
+        token, column, key_ptr, value_ptr, columns, batch, key_s, key_b, key_n, value_s, value_b, value_n, NOPE, V
+    )
+    grad = tl.load(at, mask=mask, other=0.0)
+    up = tl.load(up_ptr + token * columns + column, mask=mask, other=0.0)
+    return grad, up, tl.load(gate_ptr + row * columns + column, mask=mask, other=0.0)
+
+
+@triton.jit
+def _store_row(
+    row_total, starts_ptr, grad_gate_ptr, piece_ptr, row, step, block, tokens, columns, column, mask,
+    TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Behind the last token of a row or of the block; returns the sum of what follows so far."""
+    place = block * TOKENS + step
+    begin, end = tl.load(starts_ptr + row), tl.load(starts_ptr + row + 1)
+    ends_row = place + 1 == end
+    if (place < tokens) & (ends_row | (step + 1 == TOKENS)):
+        if ends_row & (begin >= block * TOKENS):
+            gate_gradient = row_total.to(grad_gate_ptr.dtype.element_ty)
+            tl.store(grad_gate_ptr + row * columns + column, gate_gradient, mask=mask)
+        else:
+            # piece 0 of a block is of the row that began before it, piece 1 of the one that goes on after it
+            piece = block * 2 + (begin >= block * TOKENS).to(tl.int64)
+            tl.store(piece_ptr + piece * columns + column, row_total, mask=mask)
+        row_total = tl.zeros_like(row_total)
+    return row_total
+
+
+@triton.jit
 def _backward(
     key_ptr, value_ptr, up_ptr, gate_ptr, index_ptr, order_ptr, starts_ptr, weight_ptr, mean_ptr, rstd_ptr, sums_ptr,
     all_columns, grad_up_ptr, grad_gate_ptr, piece_ptr, grad_weight_ptr, grad_bias_ptr, tokens, columns,
@@ -104,12 +138,10 @@ def _backward(
     # the next token is read while this one is computed, and the place of the one behind it: memory is far
     token, row = _token_and_row(order_ptr, index_ptr, block * TOKENS, tokens)
     next_token, next_row = _token_and_row(order_ptr, index_ptr, block * TOKENS + 1, tokens)
-    at = places(
-        token, column, key_ptr, value_ptr, columns, batch, key_s, key_b, key_n, value_s, value_b, value_n, NOPE, V
-    )
-    grad_read = tl.load(at, mask=mask, other=0.0)
-    up_read = tl.load(up_ptr + token * columns + column, mask=mask, other=0.0)
-    gate_read = tl.load(gate_ptr + row * columns + column, mask=mask, other=0.0)
+    grad_read, up_read, gate_read = _read(
+        token, row, column, mask, key_ptr, value_ptr, up_ptr, gate_ptr, columns,
+        batch, key_s, key_b, key_n, value_s, value_b, value_n, NOPE, V,
+    )  # fmt: skip
     for step in range(TOKENS):
         place = block * TOKENS + step
         there = place < tokens
@@ -118,12 +150,10 @@ def _backward(
         this_token, this_row = token, row
         token, row = next_token, next_row
         next_token, next_row = _token_and_row(order_ptr, index_ptr, place + 2, tokens)
-        at = places(
-            token, column, key_ptr, value_ptr, columns, batch, key_s, key_b, key_n, value_s, value_b, value_n, NOPE, V
-        )
-        grad_read = tl.load(at, mask=mask, other=0.0)
-        up_read = tl.load(up_ptr + token * columns + column, mask=mask, other=0.0)
-        gate_read = tl.load(gate_ptr + row * columns + column, mask=mask, other=0.0)
+        grad_read, up_read, gate_read = _read(
+            token, row, column, mask, key_ptr, value_ptr, up_ptr, gate_ptr, columns,
+            batch, key_s, key_b, key_n, value_s, value_b, value_n, NOPE, V,
+        )  # fmt: skip
         if NORM:
             mean, rstd = tl.load(mean_ptr + this_token), tl.load(rstd_ptr + this_token)
             normed = (combine(up, gate, GATE) - mean) * rstd
@@ -138,21 +168,12 @@ def _backward(
                 total, along = tl.reduce((grad, grad * normed), 0, _add_both)
             grad = (grad - total / all_columns - normed * (along / all_columns)) * rstd
         grad_up, grad_gate = derivatives(grad, up, gate, GATE)
-        tl.store(
-            grad_up_ptr + this_token * columns + column, grad_up.to(grad_up_ptr.dtype.element_ty), mask=mask & there
-        )
-        row_total += grad_gate
-        begin, end = tl.load(starts_ptr + this_row), tl.load(starts_ptr + this_row + 1)
-        ends_row = place + 1 == end
-        if there & (ends_row | (step + 1 == TOKENS)):
-            if ends_row & (begin >= block * TOKENS):
-                gate_gradient = row_total.to(grad_gate_ptr.dtype.element_ty)
-                tl.store(grad_gate_ptr + this_row * columns + column, gate_gradient, mask=mask)
-            else:
-                # piece 0 of a block is of the row that began before it, piece 1 of the one that goes on after it
-                piece = block * 2 + (begin >= block * TOKENS).to(tl.int64)
-                tl.store(piece_ptr + piece * columns + column, row_total, mask=mask)
-            row_total = tl.zeros([BLOCK], dtype=tl.float32)
+        up_at = grad_up_ptr + this_token * columns + column
+        tl.store(up_at, grad_up.to(grad_up_ptr.dtype.element_ty), mask=mask & there)
+        row_total = _store_row(
+            row_total + grad_gate, starts_ptr, grad_gate_ptr, piece_ptr, this_row, step, block, tokens, columns,
+            column, mask, TOKENS,
+        )  # fmt: skip
     if NORM:
         tl.store(grad_weight_ptr + block * columns + column, grad_weight, mask=mask)
         tl.store(grad_bias_ptr + block * columns + column, grad_bias, mask=mask)

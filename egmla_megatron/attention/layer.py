@@ -132,8 +132,8 @@ class EGMLASelfAttention(MLASelfAttention):
 
 
 class MLATransformerLayer(TransformerLayer):
-    """megatron-core's layer. With `config.fused_grad_accumulation` the layers of Transformer Engine inside add weight
-    gradients to `main_grad` themselves; megatron-core's own switch would ask apex for the same in the output layer."""
+    """megatron-core's layer. With `config.fused_grad_accumulation` its linear layers, Transformer Engine's and our own,
+    add weight gradients to `main_grad`; megatron-core's own switch would ask apex for the same in the output layer."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         if config.fused_grad_accumulation:

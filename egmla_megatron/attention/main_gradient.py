@@ -84,8 +84,9 @@ def linear(x_RK: Tensor, weight_NK: Parameter, *, fused: bool) -> Tensor:
 def linear_beside(x: Tensor, weight_NK: Parameter) -> tuple[Tensor, Tensor]:
     """(x, x W^T), for a weight under DDP, as with `linear(fused=True)`.
 
-    Who else reads x must take the one that is returned, and be one: the gradient that it sends is written over by the
-    sum of both, which the product adds, instead of a pass of its own over three tensors of x's size.
+    Who else reads x must take the one that is returned, and be one product or norm: the gradient that it sends is
+    written over by the sum of both, which the product adds, instead of a pass of its own over three such tensors. An
+    addition, which hands one gradient to both of its terms, would give the other one the sum, too.
     """
     through, out_RN = _LinearBeside.apply(x.flatten(0, -2), weight_NK)
     return through.view_as(x), out_RN.view(*x.shape[:-1], -1)

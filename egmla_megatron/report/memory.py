@@ -21,6 +21,7 @@ __all__ = [
     "memory_per_rank",
     "optimizer_bytes",
     "parameters_of_rank",
+    "state_bytes",
     "unique_fraction",
     "worst_stage",
 ]
@@ -153,14 +154,19 @@ def _fused_masters(cfg: RunConfig, *, te: bool) -> bool:
     return te and cfg.optimizer.distributed and cfg.optimizer.fused_master_weights and cfg.train.element_bytes == 2
 
 
+def state_bytes(cfg: RunConfig, *, sharded: bool, te: bool) -> int:
+    """Of the optimizer's state of a parameter: two fp32 moments, and a master weight unless the weight is it."""
+    if cfg.train.element_bytes != 2:
+        return 8
+    return 10 if sharded and _fused_masters(cfg, te=te) and cfg.optimizer.store_param_remainders else 12
+
+
 def optimizer_bytes(cfg: RunConfig, layout: Layout, stage: int, *, sharded: bool, te: bool) -> int:
     """Of the optimizer's states on a rank, with the distributed optimizer or without."""
     dense, tables = parameters_of_rank(cfg, layout, stage)
-    state = 12 if cfg.train.element_bytes == 2 else 8  # fp32 weights are their own master
+    state = state_bytes(cfg, sharded=sharded, te=te)
     if not sharded:
         return state * (dense + tables)
-    if _fused_masters(cfg, te=te) and cfg.optimizer.store_param_remainders:
-        state = 10
     return state * dense // (layout.dp * layout.cp) + state * tables // layout.gate_data_parallel
 
 

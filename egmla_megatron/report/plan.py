@@ -22,6 +22,7 @@ from egmla_megatron.report.memory import (
     memory_per_rank,
     optimizer_bytes,
     parameters_of_rank,
+    state_bytes,
     unique_fraction,
     worst_stage,
 )
@@ -32,8 +33,7 @@ from egmla_megatron.report.traffic import collectives_of_step
 
 __all__ = ["Hardware", "check_price", "make_comparison", "make_plan", "make_search"]
 
-# Bytes per parameter: weights in bf16, gradients summed in fp32, optimizer = fp32 master weight and two Adam moments.
-_WEIGHT_BYTES, _GRADIENT_BYTES, _OPTIMIZER_BYTES = 2, 4, 12
+_WEIGHT_BYTES, _GRADIENT_BYTES = 2, 4  # of a parameter: weights in bf16, gradients summed in fp32
 _CACHE_BYTES = 2  # of a cached element, bf16
 _LONG_CONTEXT = 32_768  # tokens
 _COMPARABLE_LATENT = 4  # head dimensions in the latent of plain MLA: the paper's models that EG-MLA is compared with
@@ -120,10 +120,11 @@ def _on_gpus(cfg: RunConfig) -> tuple[bool, bool]:
 def _plan_of_model(cfg: RunConfig) -> dict[str, Any]:
     parameters = count_parameters(cfg.model)
     flops = flops_per_token(cfg.model, cfg.train.seq_length)
+    bf16 = replace(cfg, train=replace(cfg.train, precision="bf16"))
     memory = {
         "weights": _WEIGHT_BYTES * parameters.total,
         "gradients": _GRADIENT_BYTES * parameters.total,
-        "optimizer": _OPTIMIZER_BYTES * parameters.total,
+        "optimizer": state_bytes(bf16, sharded=cfg.optimizer.distributed, te=_on_gpus(bf16)[0]) * parameters.total,
     }
     return {
         "model": cfg.model.name,

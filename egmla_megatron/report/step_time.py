@@ -173,17 +173,19 @@ def _device_decides(cfg: RunConfig, *, te: bool) -> bool:
 
 
 def _optimizer_seconds(cfg: RunConfig, layout: Layout, stage: int, card: Card, *, te: bool) -> float:
-    """Of the device: gradients are zeroed, but for tables that are updated by rows, and the own part is updated."""
+    """Of the device: gradients are zeroed, but for tables that are updated by rows, and the own part is updated. Where
+    masks make micro-batches unequal, megatron-core divides all gradients by the tokens, tables' too."""
     bandwidth, wide = card.memory_gb_per_s * COPY_EFFICIENCY * 1e9, cfg.parallel.grad_element_bytes
     dense, tables = parameters_of_rank(cfg, layout, stage)
+    division = 2 * wide * (dense + tables) / bandwidth if cfg.data.eod_mask_loss else 0.0
     own = _updated_parameters(cfg, layout, stage)
     if not _device_decides(cfg, te=te):
-        return (wide * (dense + tables) + OPTIMIZER_BYTES * own) / bandwidth
+        return division + (wide * (dense + tables) + OPTIMIZER_BYTES * own) / bandwidth
     by_rows = 0.0
     if cfg.optimizer.deferred_table_updates and layout.gate_data_parallel == 1:
         own, tables, by_rows = own - tables, 0, _row_seconds(cfg, layout, tables, bandwidth)
     zeroing, norm, adam = wide * (dense + tables), wide * own, (_adam_bytes(cfg) + wide) * own
-    return by_rows + (zeroing + norm) / bandwidth + adam / (card.memory_gb_per_s * ADAM_EFFICIENCY * 1e9)
+    return division + by_rows + (zeroing + norm) / bandwidth + adam / (card.memory_gb_per_s * ADAM_EFFICIENCY * 1e9)
 
 
 def _adam_bytes(cfg: RunConfig) -> float:

@@ -4,6 +4,7 @@ small gradients are added together, and those of tables are scaled before they b
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ __all__ = ["DataParallel", "gaps"]
 
 
 class DataParallel(DistributedDataParallel):
-    """Weight gradients that Transformer Engine adds to the main gradients itself are written by a step's first
-    micro-batch and added by the others: nothing has to be zeroed before or read. Transformer Engine reads
+    """Weight gradients that layers add to the main gradients themselves are written by a step's first micro-batch and
+    added by the others: nothing has to be zeroed before or read. Transformer Engine and `attention.main_gradient` read
     `overwrite_main_grad` of a weight in forward, for the backward that belongs to it.
 
     Args:
@@ -37,13 +38,17 @@ class DataParallel(DistributedDataParallel):
         self._scale_tables()
 
     def _scale_tables(self) -> None:
-        """Of the tables' gradients only those of the rows that were read need the factor of the ranks' mean."""
+        """Of the tables' gradients only those of the rows that were read need the factor of the ranks' mean; behind it
+        their reduction is a sum."""
         tables = {id(module.weight) for module in self.module.modules() if isinstance(module, GateTable)}
-        for bucket in (each for buffer in self.expert_parallel_buffers for each in buffer.buckets):
-            if all(id(weight) in tables for weight in bucket.params):
-                for weight in bucket.params:
-                    weight.gradient_scale = bucket.gradient_scaling_factor
-                bucket.gradient_scaling_factor = 1.0
+        scale = 1.0 if self.config.calculate_per_token_loss else 1.0 / self.dp_cp_group.size()
+        for group in self.expert_parallel_bucket_groups:
+            if all(id(weight) in tables for bucket in group.buckets for weight in bucket.params):
+                group.ddp_config = replace(group.ddp_config, average_in_collective=False)
+                for bucket in group.buckets:
+                    bucket.gradient_scaling_factor = 1.0
+                    for weight in bucket.params:
+                        weight.gradient_scale = scale
 
     def zero_grad_buffer(self) -> None:
         """As megatron-core's, at the beginning of a step."""

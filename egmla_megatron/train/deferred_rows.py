@@ -1,6 +1,6 @@
 """Gating tables whose rows are updated when they are read: a step reads a few percent of them.
 
-A dense AdamW moves 30 bytes of every element of the tables in every step, most of them for rows whose gradient is zero.
+A dense AdamW moves 28 bytes of every element of the tables in every step, most of them for rows whose gradient is zero.
 Here such updates wait, at most `SWEEP` steps, and are then made by the same arithmetic: no bit of any row that is read
 or saved is another. (Lazy Adams leave them out.)
 """

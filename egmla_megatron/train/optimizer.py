@@ -59,10 +59,11 @@ def wrap_ddp(cfg: RunConfig, built: BuiltModel, world: World) -> list[Any]:
 
 def _can_average(config: Any, world: World) -> bool:
     """Whether collectives can divide: gloo's cannot, and where masks make micro-batches unequal something else divides.
-    megatron-core asserts that the ranks' factors multiply to 1 / ranks, which rounding can prevent."""
+    A mean over one rank is a pass over all gradients (NCCL multiplies before it sums), a sum is none. megatron-core
+    asserts that the ranks' factors multiply to 1 / ranks, which rounding can prevent."""
     dense, tables = world.groups.dp_cp.size(), world.groups.expt_dp.size()
     exact = (tables / dense) / tables == 1 / dense
-    return world.device.type == "cuda" and not config.calculate_per_token_loss and exact
+    return world.device.type == "cuda" and not config.calculate_per_token_loss and dense > 1 and exact
 
 
 def _written_weights(cfg: RunConfig, chunk: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -180,9 +181,9 @@ def loading_states(cfg: RunConfig, optimizer: Any) -> AbstractContextManager[Non
 
 
 def gather_weights(cfg: RunConfig, optimizer: Any) -> None:
-    """After master weights were loaded of which lower halves are kept: a rank's share of the weights follows from them,
-    and differs in ties of rounding from those that another optimizer saved. Every rank calls it."""
-    if not (fused_master_weights(cfg) and cfg.optimizer.store_param_remainders) or cfg.parallel.overlap_param_gather:
+    """After master weights were loaded: a rank's share of the weights may be they (fp32) or follow from them (lower
+    halves), and differ from the rounded weights that others loaded. Every rank calls it."""
+    if not cfg.optimizer.distributed or cfg.parallel.overlap_param_gather:
         return  # the next forward pass gathers, where that overlaps
     for chunk in {id(chunk): chunk for each in single_optimizers(optimizer) for chunk in each.model_chunks}.values():
         chunk.start_param_sync()

@@ -32,3 +32,9 @@ def test_weights_and_optimizer_states_come_back_bit_for_bit(
     first, here = found[chain]["serial"], found[chain][layout]
     assert here["changed"] == [] and here["tensors"] == first["tensors"] > 40
     assert here["numbers"] == pytest.approx(first["numbers"], rel=1e-6)  # one more step of training
+
+
+def test_a_bf16_checkpoint_goes_on_in_fp32_alike_on_all_ranks(tmp_path: Path) -> None:
+    """Every rank has fp32 weights for its own share alone, which it hands to the others."""
+    for found in results(start_worker(2, "precision_worker.py", tmp_path), tmp_path, 2):
+        assert found == {"apart": 0.0, "rounded": False}

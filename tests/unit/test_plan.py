@@ -27,7 +27,7 @@ def test_json(root: Path, tmp_path: Path) -> None:
     plan = json.loads(done.stdout)
     assert plan["active_params"] + plan["gate_table_params"] == plan["total_params"]
     assert plan["kv_cache_elements_per_token"] == 12 * (128 + 64)
-    assert plan["training_memory_bytes"]["total"] == 18 * plan["total_params"]
+    assert plan["training_memory_bytes"]["total"] == 16 * plan["total_params"]
     assert "layout" not in plan
 
 

@@ -41,7 +41,7 @@ def layer_cases(sizes: Sizes, built: BuiltModel, buffers: Buffers) -> list[Case]
     if built.kernels == "triton":
         found += forward_and_backward(_latent_norm(sizes, latent, buffers))
     found += forward_and_backward(_swiglu(sizes, built, buffers))
-    found += _residual(sizes, buffers)
+    found += _residual(sizes, built, buffers)
     return found + forward_and_backward(_cross_entropy(sizes, built, buffers))
 
 
@@ -109,17 +109,19 @@ def _swiglu(sizes: Sizes, built: BuiltModel, buffers: Buffers) -> Differentiable
     )
 
 
-def _residual(sizes: Sizes, buffers: Buffers) -> list[Case]:
-    """A layer adds twice. In backward, two sums are left: gradients of what its MLP reads, and of what its q and kv
-    projections read; Transformer Engine's RMSNorm before attention has the third within."""
+def _residual(sizes: Sizes, built: BuiltModel, buffers: Buffers) -> list[Case]:
+    """A layer adds twice. In backward there are three sums: of what attention and MLP read, which Transformer Engine's
+    norms have within, and of what the q and kv projections read, which the latter may add itself."""
     hidden = sizes.model.hidden_size
 
     def prepare() -> Call:
         both = tuple(buffers.normal(sizes.length, sizes.sequences, hidden) for _ in range(2))
         return Call(both, lambda _: torch.add(*both))
 
-    count, needs = 2 * sizes.model.num_layers, cost.add(sizes.tokens, hidden, sizes)
-    return [Case("residual sum", direction, count, needs, prepare) for direction in ("forward", "backward")]
+    layers, needs = sizes.model.num_layers, cost.add(sizes.tokens, hidden, sizes)
+    of_norms = 0 if built.implementation == "te" else 2
+    counts = {"forward": 2 * layers, "backward": (of_norms + (not sizes.one_gradient)) * layers}
+    return [Case("residual sum", way, count, needs, prepare) for way, count in counts.items() if count]
 
 
 def _cross_entropy(sizes: Sizes, built: BuiltModel, buffers: Buffers) -> Differentiable:

@@ -11,7 +11,7 @@ from torch import Tensor
 from egmla_megatron.attention.main_gradient import put_product
 from egmla_megatron.bench.roofline import cost
 from egmla_megatron.bench.roofline.case import Buffers, Call, Case
-from egmla_megatron.bench.roofline.sizes import Linear, Sizes, linears
+from egmla_megatron.bench.roofline.sizes import BESIDE, Linear, Sizes, linears
 
 __all__ = ["linear_cases"]
 
@@ -64,7 +64,7 @@ def linear_cases(sizes: Sizes, implementation: str, buffers: Buffers) -> list[Ca
     """Three rows of every linear layer.
 
     Args:
-        implementation: "te" or "torch", of the layers; the gate projection and the head are torch's anyway.
+        implementation: "te" or "torch", of the layers, but for those that are torch's anyway (`by_torch`).
     """
     of_torch = _torch_gemms()
     of_layers = _te_gemms() if implementation == "te" else of_torch
@@ -91,6 +91,9 @@ def _cases_of(linear: Linear, sizes: Sizes, gemms: _Gemms, buffers: Buffers) -> 
 
         return prepare
 
+    input_gradient = call(gemms.input_gradient, dy_MN, w_NK)
+    if linear.name == BESIDE and sizes.one_gradient:
+        input_gradient = call(lambda others_MK, dy_MN, w_NK: others_MK.addmm_(dy_MN, w_NK), x_MK, dy_MN, w_NK)
     weight_gradient = call(gemms.weight_gradient, dy_MN, x_MK)
     if linear.in_layer and sizes.gradients_in_layers:
         kind = torch.float32 if sizes.gradient_bytes == 4 else torch.bfloat16
@@ -105,7 +108,7 @@ def _cases_of(linear: Linear, sizes: Sizes, gemms: _Gemms, buffers: Buffers) -> 
             "input gradient",
             count,
             cost.linear_input_gradient(linear, sizes),
-            call(gemms.input_gradient, dy_MN, w_NK),
+            input_gradient,
         ),
         Case(name, "weight gradient", count, cost.linear_weight_gradient(linear, sizes), weight_gradient),
     ]

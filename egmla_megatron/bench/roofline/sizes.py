@@ -8,7 +8,10 @@ from egmla_megatron.attention.gate_ids import padded_size
 from egmla_megatron.attention.head_sizes import HeadSizes
 from egmla_megatron.config.schema import ModelConfig, RunConfig
 
-__all__ = ["Linear", "Sizes", "linears", "sizes_of"]
+__all__ = ["BESIDE", "Linear", "Sizes", "linears", "sizes_of"]
+
+
+BESIDE = "kv down-projection"  # with `Sizes.one_gradient` it reads what q reads, too
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,11 @@ class Sizes:
     element_bytes: int  # of a weight or an activation
     gradient_bytes: int  # of an element of the main gradients
     gradients_in_layers: bool  # the layers' weight gradients are added to the main gradients by their GEMMs
+
+    @property
+    def one_gradient(self) -> bool:
+        """Whether the latent's down-projection adds its input gradient to that of the queries."""
+        return self.gradients_in_layers and not self.model.q_lora_rank
 
     @property
     def tokens(self) -> int:
@@ -93,14 +101,14 @@ def linears(sizes: Sizes) -> list[Linear]:
     if q_rank:
         found = [("q down-projection", tokens, hidden, q_rank), ("q up-projection", tokens, q_rank, sizes.key_width)]
     found += [
-        ("kv down-projection", tokens, hidden, down),
+        (BESIDE, tokens, hidden, down),
         ("kv up-projection", tokens, model.kv_lora_rank, sizes.kv_width),
         ("gate projection", sizes.rows, model.kv_emb_dim, sizes.kv_width),
         ("output projection", tokens, sizes.value_width, hidden),
         ("MLP gate and up", tokens, hidden, 2 * model.intermediate_size),
         ("MLP down", tokens, model.intermediate_size, hidden),
     ]
-    by_torch = {"gate projection"} | ({"kv down-projection"} if sizes.gradients_in_layers and not q_rank else set())
+    by_torch = {"gate projection"} | ({BESIDE} if sizes.one_gradient else set())
     in_layers = [
         Linear(name, layers, rows, inputs, outputs, in_layer=True, by_torch=name in by_torch)
         for name, rows, inputs, outputs in found

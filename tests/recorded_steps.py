@@ -8,8 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from egmla_megatron.config.check import check_config
 from egmla_megatron.config.load import load_config
 from egmla_megatron.config.schema import RunConfig
+from egmla_megatron.report.cards import find_card
+from egmla_megatron.report.memory import parameters_of_rank
+from egmla_megatron.report.step_time import COPY_EFFICIENCY
 
 __all__ = ["RecordedStep", "recorded_steps"]
 
@@ -44,6 +48,7 @@ class RecordedStep:
     one_gpu_nodes: bool  # each rank behind the link
     step_ms: float  # median
     present: bool = False  # measured with the present kernels
+    also_ms: float = 0.0  # of which a pass that steps have no more
 
     @property
     def comparable(self) -> bool:
@@ -63,8 +68,10 @@ def recorded_steps(root: Path) -> Iterator[RecordedStep]:
     yield from _graphs(read("kernels_and_graphs"))
     yield from _sharding(read("sharding_two_gpus"))
     yield from _one_gpu(read("speed_one_gpu"), present=False)
-    yield from _one_gpu(read("speed_device_adam"), present=True)
-    yield from _one_gpu(read("speed_table_rows"), present=True)
+    for name in ("speed_device_adam", "speed_table_rows"):
+        yield from _one_gpu(read(name), present=False)
+    yield from _one_gpu(read("speed_remainders"), present=True)
+    yield from _two_gpus(read("speed_two_gpus"))
 
 
 def _first_runs(record: Any) -> Iterator[RecordedStep]:
@@ -152,3 +159,17 @@ def _one_gpu(record: Any, *, present: bool) -> Iterator[RecordedStep]:
             )
             name = f"{title} {row['variant']}"
             yield RecordedStep(name, cfg, 1, "h200", True, True, None, False, row["step_ms_median"], present)
+
+
+def _two_gpus(record: Any) -> Iterator[RecordedStep]:
+    """With a pass over all gradients before their sum, for the mean."""
+    for title, rows in record["bench_train"].items():
+        for row in rows:
+            settings = ["train.global_batch_size=16", "train.cuda_graph=true", WHOLE_MASTER_WEIGHTS, *row["settings"]]
+            cfg = load_config(title, settings)
+            gradients = sum(parameters_of_rank(cfg, check_config(cfg, 2), 0))
+            pass_ms = 2 * 4 * gradients / (COPY_EFFICIENCY * find_card("h200", None, None).memory_gb_per_s * 1e6)
+            yield RecordedStep(
+                f"two GPUs, {title} {row['variant']}", cfg, 2, "h200", True, True, None, False, row["step_ms_median"],
+                True, pass_ms,
+            )  # fmt: skip

@@ -219,7 +219,7 @@ def _plan_of_time(cfg: RunConfig, layout: Layout, hardware: Hardware, *, te: boo
     step = estimate_step(cfg, layout, hardware.card, hardware.cluster, te=te, triton=triton)
     return {
         "estimate": dataclasses.asdict(step) | _rates(cfg, layout, hardware.card, step),
-        "estimate_error": estimate_error(cfg, layout, hardware.cluster),
+        "estimate_error": estimate_error(cfg),
         "graph_tokens_per_second": _with_graph(cfg, layout, hardware, te=te, triton=triton),
         "budget": _budget(cfg, layout, step, hardware.gpu_hour_price),
     }

@@ -140,7 +140,7 @@ class _Target:
         if missing_for_estimate(cfg, layout, self.card, self.cluster):
             return None, None, None
         step = estimate_step(cfg, layout, self.card, self.cluster, te=self.te, triton=self.triton)
-        return Workload.of(cfg).tokens / step.step_s, step.limited_by, estimate_error(cfg, layout, self.cluster)
+        return Workload.of(cfg).tokens / step.step_s, step.limited_by, estimate_error(cfg)
 
 
 def _refuse_all(cfg: RunConfig, gpus: int, pins: Mapping[str, Any], without: dict[str, int], reason: str) -> None:

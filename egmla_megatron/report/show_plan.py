@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from egmla_megatron.report.cards import USABLE
-from egmla_megatron.report.step_time import ERROR_OF_EAGER, ERROR_OVER_NVLINK
+from egmla_megatron.report.step_time import ERROR_OF_EAGER
 
 __all__ = ["format_comparison", "format_plan", "format_search"]
 
@@ -165,9 +165,8 @@ def _rests_on(plan: dict[str, Any]) -> list[str]:
     cluster, ranks = plan["cluster"], plan["layout"]["world_size"]
     lines = [
         "  Rests on steps of Base and 1.2B on one and two H100 and H200 (tools/records/README.md), which it meets",
-        f"  within 4% as CUDA graphs and {ERROR_OF_EAGER:.0%} where the host launches; those that it is not fitted to",
-        "  within 5% and 27%. CUDA graphs on GPUs joined by NVLink are measured with slower kernels only, and take up",
-        f"  to {ERROR_OVER_NVLINK:.0%} longer than the estimate. Other cards, more GPUs, larger models: not measured.",
+        f"  within 6% as CUDA graphs and {ERROR_OF_EAGER:.0%} where the host launches. Other cards, more GPUs, larger",
+        "  models: not measured.",
     ]
     rates = []
     if cluster["gpus_per_node"] > 1:

@@ -23,7 +23,6 @@ OTHERS = (
     "RMSNorm of hidden",
     "RMSNorm of the latent, our kernel",
     "SwiGLU",
-    "residual sum",
     "cross-entropy",
 )
 HEADS = tuple(f"heads with RoPE, {how}" for how in ("our kernel", "by single operations"))
@@ -33,8 +32,12 @@ PLAIN_GATE = tuple(f"gate, {how}" for how in ("our kernel", "by single operation
 PLAIN_GATE += ("gate and heads with RoPE, our kernels",)
 
 
-def expected_rows(linears: tuple[str, ...], others: tuple[str, ...], updates: tuple[str, ...]) -> set[tuple[str, str]]:
+def expected_rows(
+    linears: tuple[str, ...], others: tuple[str, ...], updates: tuple[str, ...], *, sums: tuple[str, ...] = PASSES
+) -> set[tuple[str, str]]:
+    """`sums`: passes in which gradients or the residual are added by themselves."""
     found = {(name, each) for name in (*LINEARS, *linears) for each in GEMMS}
+    found |= {("residual sum", each) for each in sums}
     found |= {(name, each) for name in (*OTHERS, *HEADS, *others) for each in PASSES}
     return found | {(name, "update") for name in updates}
 
@@ -43,7 +46,7 @@ TE_UPDATES = ("AdamW, our kernel", "AdamW of table rows, our kernels")
 TORCH_UPDATES = ("AdamW, torch, fused",)
 # name -> (model, settings, rows)
 RUNS = {
-    "te": (SMALL, {}, expected_rows(("q projection", "gate projection"), GATE, TE_UPDATES)),
+    "te": (SMALL, {}, expected_rows(("q projection", "gate projection"), GATE, TE_UPDATES, sums=("forward",))),
     "te_q_lora_no_norm": (
         replace(SMALL, q_lora_rank=96, gate="add", gate_norm=False),
         {"fused_grad_accumulation": False},

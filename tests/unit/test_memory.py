@@ -132,6 +132,21 @@ def test_one_gpu_without_a_copy_of_the_logits(root: Path, name: str) -> None:
             _close(predicted, row["peak_mib"], f"{title} {row['variant']}")
 
 
+def test_lower_halves_of_master_weights_and_two_gpus(root: Path) -> None:
+    halves, two = (_records(root, name) for name in ("speed_remainders", "speed_two_gpus"))
+    runs = [(1, halves["bench_train"], "true"), (1, halves["bench_train_with_whole_master_weights"], "false")]
+    runs += [(2, two["bench_train"], "false"), (2, two["tensor_parallel"], "false")]
+    for ranks, measured, remainders in runs:
+        for title, rows in measured.items():
+            for row in rows:
+                kept = [f"optimizer.store_param_remainders={remainders}"]
+                graph = f"train.cuda_graph={str('parallel.tensor=2' not in row['settings']).lower()}"
+                batch = f"train.global_batch_size={16 if ranks == 2 and 'true' in graph else 8}"
+                settings = [*kept, graph, batch, *row["settings"]]
+                predicted = _predicted_mib(title, ranks, settings, te=True, triton=True, copied=False)
+                _close(predicted, row["peak_mib"], f"{ranks} {title} {row['variant']}")
+
+
 def test_layouts_and_recompute(root: Path) -> None:
     for run in _records(root, "memory_layouts")["runs"]:
         # heads on several ranks had no kernel for gate and norm when these ran
@@ -223,11 +238,11 @@ def test_search_finds_what_fits() -> None:
     speeds = [layout["tokens_per_second"] for layout in found["layouts"]]
     assert speeds == sorted(speeds, reverse=True) and "by estimated tokens/s" in format_search(found)
     assert best["train.cuda_graph"] == "true" and "train.cuda_graph=true" in format_search(found)
-    assert {layout["estimate_error"] for layout in found["layouts"]} == {0.26, 0.2}
+    assert {layout["estimate_error"] for layout in found["layouts"]} == {0.11, 0.2}
     graphs = [layout for layout in found["layouts"] if layout["train.cuda_graph"] == "true"]
     assert 0 < len(graphs) < len(found["layouts"])
     assert all(each["parallel.tensor"] == 1 and each["train.recompute"] == "none" for each in graphs)
-    assert re.search(r" [1-9]\d?0*(,000)+ tokens/s \+-26% ", format_search(found))
+    assert re.search(r" [1-9]\d?0*(,000)+ tokens/s \+-11% ", format_search(found))
     deterministic = make_search(
         "pretrain_1b2", ["run.deterministic=true"], 8, _with_links(find_card("h100", None, None), 8)
     )

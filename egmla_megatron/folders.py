@@ -8,7 +8,7 @@ from pathlib import Path
 
 from egmla_megatron.errors import UserError
 
-__all__ = ["refuse_name", "refuse_unwritable", "refuse_unwritable_file", "replace_text"]
+__all__ = ["refuse_name", "refuse_unwritable", "refuse_unwritable_file", "replace_text", "write_result"]
 
 
 def refuse_name(name: str, folder: str) -> None:
@@ -61,6 +61,26 @@ def replace_text(path: Path, text: str) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_result(name: str, path: Path, text: str) -> None:
+    """Write what a tool measured, beside which it prints a table. Through links, and straight into what is no file, a
+    pipe say; else what was there outlives a full disk or a kill.
+
+    Raises:
+        UserError: starts with `name`, the option that gave the file.
+    """
+    target = path.resolve()
+    try:
+        if target.exists() and not target.is_file():
+            target.write_text(text, encoding="utf-8")
+        else:
+            replace_text(target, text)
+    except OSError as error:
+        raise UserError(
+            f"{name}: got {path}, which cannot be written ({error.strerror or error}); the table is on stdout; free "
+            "space or name another file, and repeat"
+        ) from error
 
 
 def refuse_unwritable_file(name: str, path: Path) -> None:

@@ -23,7 +23,7 @@ from egmla_megatron.bench.schedule import Schedule
 from egmla_megatron.bench.train_variants import TrainVariant
 from egmla_megatron.config.check import Layout
 from egmla_megatron.config.schema import RunConfig
-from egmla_megatron.folders import replace_text
+from egmla_megatron.folders import write_result
 from egmla_megatron.model.spec import choose_implementation, choose_kernels
 from egmla_megatron.parallel.agreement import agree_on
 from egmla_megatron.parallel.world import World, close_world, form_groups, open_world, use_capturable_stream
@@ -72,23 +72,13 @@ def run_train_bench(bench: TrainBench, command: Sequence[str]) -> int:
                 world = _world(bench, variant, world)
                 found[variant].append(_measure_everywhere(bench, variant, world))
                 if world.is_first and bench.json is not None:
-                    _write(bench.json, _as_json(bench, found, world, command))
+                    write_result("--json", bench.json, _as_json(bench, found, world, command))
     finally:
         if world.is_first and any(found.values()):
             print(_as_text(bench, found, world), flush=True)
     dist.barrier(group=world.control)
     close_world()
     return 0
-
-
-def _write(path: Path, text: str) -> None:
-    """What earlier variants gave outlives a full disk or a kill. Through links, and straight into what is no file, a
-    pipe say."""
-    path = path.resolve()
-    if path.exists() and not path.is_file():
-        path.write_text(text, encoding="utf-8")
-    else:
-        replace_text(path, text)
 
 
 def _as_json(bench: TrainBench, found: _Found, world: World, command: Sequence[str]) -> str:

@@ -110,6 +110,12 @@ def check_compatible(cfg: RunConfig, path: Path, manifest: Manifest, data_finger
             f"{cfg.optimizer.distributed}; set optimizer.distributed={str(manifest.distributed_optimizer).lower()}"
         )
     before = manifest.config["train"]
+    if before["precision"] != cfg.train.precision and not cfg.optimizer.distributed:
+        raise UserError(
+            f"train.precision: {path} was saved with {before['precision']} and optimizer.distributed=false, the "
+            f"configuration says {cfg.train.precision}; set train.precision={before['precision']} (states of the "
+            "distributed optimizer alone go on in either)"
+        )
     batch = (before["global_batch_size"], before["seq_length"])
     if batch != (cfg.train.global_batch_size, cfg.train.seq_length):
         raise UserError(

@@ -33,7 +33,6 @@ from egmla_megatron.report.traffic import collectives_of_step
 
 __all__ = ["Hardware", "check_price", "make_comparison", "make_plan", "make_search"]
 
-_WEIGHT_BYTES, _GRADIENT_BYTES = 2, 4  # of a parameter: weights in bf16, gradients summed in fp32
 _CACHE_BYTES = 2  # of a cached element, bf16
 _LONG_CONTEXT = 32_768  # tokens
 _COMPARABLE_LATENT = 4  # head dimensions in the latent of plain MLA: the paper's models that EG-MLA is compared with
@@ -57,7 +56,7 @@ def check_price(price: float | None) -> None:
 def make_plan(
     config: str | Path, overrides: Sequence[str] = (), world_size: int | None = None, hardware: Hardware | None = None
 ) -> dict[str, Any]:
-    """Returns counts (elements), operations (FLOPs per token), cache and bf16 training memory (bytes before sharding).
+    """Returns counts (elements), operations (FLOPs per token), cache and training memory (bytes before sharding).
 
     Names end in their units (`_s`, `_bytes`, `_gib`, `_per_second`); those without one are counts, or shares of 1.
 
@@ -120,11 +119,10 @@ def _on_gpus(cfg: RunConfig) -> tuple[bool, bool]:
 def _plan_of_model(cfg: RunConfig) -> dict[str, Any]:
     parameters = count_parameters(cfg.model)
     flops = flops_per_token(cfg.model, cfg.train.seq_length)
-    bf16 = replace(cfg, train=replace(cfg.train, precision="bf16"))
     memory = {
-        "weights": _WEIGHT_BYTES * parameters.total,
-        "gradients": _GRADIENT_BYTES * parameters.total,
-        "optimizer": state_bytes(bf16, sharded=cfg.optimizer.distributed, te=_on_gpus(bf16)[0]) * parameters.total,
+        "weights": cfg.train.element_bytes * parameters.total,
+        "gradients": cfg.parallel.grad_element_bytes * parameters.total,
+        "optimizer": state_bytes(cfg, sharded=cfg.optimizer.distributed, te=_on_gpus(cfg)[0]) * parameters.total,
     }
     return {
         "model": cfg.model.name,
@@ -138,6 +136,7 @@ def _plan_of_model(cfg: RunConfig) -> dict[str, Any]:
         "flops_per_token_forward": flops.forward,
         "flops_per_token_forward_backward": flops.forward_backward,
         "flops_per_token_forward_by_part": flops.by_part,
+        "precision": cfg.train.precision,
         "training_memory_bytes": memory | {"total": sum(memory.values())},
         "tokens": cfg.total_steps * cfg.train.global_batch_size * cfg.train.seq_length,
         "steps": cfg.total_steps,

@@ -33,7 +33,7 @@ SEARCHED = (
 )
 _AUTO = "auto"  # of train.cuda_graph
 _SIZES = (1, 2, 4, 8)  # ranks
-_MICRO_BATCHES = (16, 8, 4, 2, 1)
+_MICRO_BATCHES = (16, 12, 8, 6, 4, 3, 2, 1)
 
 
 @dataclass(frozen=True)

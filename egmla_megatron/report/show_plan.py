@@ -36,7 +36,7 @@ def format_plan(plan: dict[str, Any]) -> str:
     else:
         sizes = plan["training_memory_bytes"].items()
         lines = [_line(part, f"{size / _GIB:,.2f}", "GiB") for part, size in sizes]
-        blocks.append(["bf16 training memory before sharding and without activations", *lines])
+        blocks.append([f"{plan['precision']} training memory before sharding and without activations", *lines])
     if "estimate" in plan:
         blocks += [_time(plan), _budget(plan)]
     return "\n\n".join("\n".join(block) for block in blocks if block)
@@ -212,7 +212,7 @@ def format_search(found: dict[str, Any], most: int = 12) -> str:
             speed = f"  {rate}  {layout['limited_by']:<17}"
         lines.append(f"  {layout['memory_gib']:>7.2f} GiB{speed}  {settings}")
     if known:
-        lines.append("  +-: largest error of such estimates against measured steps; smaller differences may be none")
+        lines.append("  +-: by which estimates may be off (tools/records/README.md); smaller differences may be none")
     return "\n".join(lines)
 
 

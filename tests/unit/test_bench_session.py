@@ -18,6 +18,7 @@ from egmla_megatron.bench.measure import measure
 from egmla_megatron.bench.schedule import Schedule
 from egmla_megatron.bench.train_session import TrainBench, run_train_bench
 from egmla_megatron.bench.train_variants import choose_variants
+from egmla_megatron.errors import UserError
 from egmla_megatron.model.build import EGMLAModel
 from tests.tiny import tiny_run
 
@@ -71,7 +72,7 @@ def test_a_full_disk_leaves_the_results_of_before(world: Any, tmp_path: Path, mo
     monkeypatch.setattr(Path, "write_text", full)
     out = tmp_path / "out.json"
     bench = TrainBench({variant: cfg}, {variant: world.layout}, {}, Schedule(1, 2, 0), 2, "", out)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(UserError, match="No space left"):
         run_train_bench(bench, ["bench"])
     assert out.read_text() == written[0] and list(tmp_path.iterdir()) == [out]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from egmla_megatron.errors import UserError
-from egmla_megatron.folders import refuse_name, refuse_unwritable
+from egmla_megatron.folders import refuse_name, refuse_unwritable, write_result
 
 
 def test_a_writable_folder_passes_and_stays_as_it_is(tmp_path: Path) -> None:
@@ -57,3 +57,15 @@ def test_a_name_that_the_file_system_refuses(tmp_path: Path) -> None:
 def test_a_folder_by_name_is_fine(tmp_path: Path) -> None:
     refuse_name("--out", "runs/mine")
     refuse_name("--out", str(tmp_path))
+
+
+def test_a_result_replaces_the_one_before_or_leaves_it(tmp_path: Path) -> None:
+    (tmp_path / "real.json").write_text("before")
+    (tmp_path / "link.json").symlink_to("real.json")
+    write_result("--json", tmp_path / "link.json", "now")
+    assert (tmp_path / "real.json").read_text() == "now" and (tmp_path / "link.json").is_symlink()
+    with pytest.raises(UserError, match=r"^--json: got /dev/full, which cannot be written \(No space left.*stdout"):
+        write_result("--json", Path("/dev/full"), "later")
+    with pytest.raises(UserError, match=r"^--json: got .*gone/x\.json, which cannot be written"):
+        write_result("--json", tmp_path / "gone" / "x.json", "later")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.json", "real.json"]

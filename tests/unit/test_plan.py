@@ -28,6 +28,9 @@ def test_json(root: Path, tmp_path: Path) -> None:
     assert plan["active_params"] + plan["gate_table_params"] == plan["total_params"]
     assert plan["kv_cache_elements_per_token"] == 12 * (128 + 64)
     assert plan["training_memory_bytes"]["total"] == 16 * plan["total_params"]
+    for settings, wide in ((["train.precision=fp32"], 16), (["parallel.grad_reduce_dtype=bf16"], 14)):
+        other = make_plan("pretrain_1b2", settings)
+        assert other["training_memory_bytes"]["total"] == wide * other["total_params"]
     assert "layout" not in plan
 
 

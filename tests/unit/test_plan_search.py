@@ -70,7 +70,7 @@ def test_auto_is_a_graph_wherever_there_can_be_one() -> None:
 def test_other_settings_and_those_of_the_file_pin_nothing() -> None:
     cfg = load_config("pretrain_1b2", ["train.seq_length=512"], gpu=True)
     assert pinned_settings(cfg, ["train.seq_length=512"]) == {}
-    assert {each["train.micro_batch_size"] for each in _search()["layouts"]} == {16, 8, 4, 2, 1}
+    assert {each["train.micro_batch_size"] for each in _search()["layouts"]} == {16, 12, 8, 6, 4, 3, 2, 1}
 
 
 def test_the_pin_that_keeps_everything_away_is_named() -> None:
@@ -104,7 +104,7 @@ def test_pins_that_exclude_each_other() -> None:
         _search("parallel.tensor=2", "train.cuda_graph=true")
     message = str(caught.value)
     assert "got parallel.tensor=2, train.cuda_graph=true, pinned" in message and "not supported with" in message
-    assert "without parallel.tensor 20 layouts fit; without train.cuda_graph " in message
+    assert "without parallel.tensor 32 layouts fit; without train.cuda_graph " in message
     with pytest.raises(UserError, match=r"got parallel.tensor=3, pinned .*8 ranks for 3 x 1 x 1"):
         _search("parallel.tensor=3")
     with pytest.raises(UserError, match=r"parallel\.gate_group"):

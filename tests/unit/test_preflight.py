@@ -154,6 +154,7 @@ MISTAKES: dict[str, tuple[list[str], Callable[[Trial], object] | None, tuple[str
     "file_as_folder": (["run.dir={config}"], None, ("run.dir", "is a file")),
     "file_above_folder": (["run.dir={config}/below/it"], None, ("run.dir", "is a file")),
     "optimizer": (["optimizer.distributed=true"], None, ("optimizer.distributed", "set optimizer.distributed=false")),
+    "precision": (["train.precision=bf16"], None, ("saved with fp32 and optimizer.dist", "set train.precision=fp32")),
     "other_batch": (["train.global_batch_size=8"], None, ("global_batch_size, seq_length", "keep them")),
     "other_length": (["train.seq_length=8"], None, ("global_batch_size, seq_length", "keep them")),
     "never": (["checkpoint.resume=never"], None, ("checkpoint.resume=never", "already holds checkpoints")),

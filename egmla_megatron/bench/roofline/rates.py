@@ -14,7 +14,7 @@ __all__ = ["measure_machine"]
 
 COPY_BYTES = {"cuda": 2**32, "cpu": 2**24}  # so many that a cache cannot hold back a share that counts
 # rows, inputs, outputs
-PRODUCTS = {"cuda": ((8192, 8192, 8192), (4096, 8192, 8192)), "cpu": ((256, 256, 256),)}
+PRODUCTS = {"cuda": ((8192, 8192, 8192), (4096, 8192, 8192)), "cpu": ((1024, 1024, 1024),)}
 WARM_UP, TIMED = 3, 10
 
 

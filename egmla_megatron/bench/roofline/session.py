@@ -23,6 +23,7 @@ from egmla_megatron.bench.roofline.table import Row, kernel_table, make_row, sum
 from egmla_megatron.bench.roofline.timing import GraphTimer, HostTimer, Timer
 from egmla_megatron.bench.roofline.update_case import update_cases
 from egmla_megatron.config.to_mcore import DTYPES
+from egmla_megatron.folders import write_result
 from egmla_megatron.model.build import BuiltModel, build_model
 from egmla_megatron.parallel.world import World, close_world, open_world, seed_everything
 
@@ -33,9 +34,9 @@ def run_kernel_bench(bench: KernelBench, command: Sequence[str]) -> int:
     """Time, print the table, write the JSON file. Returns the exit code."""
     result = _measure(bench, open_world(bench.cfg, bench.layout), command)
     close_world()  # not after an error: a graph that still holds a communicator would keep it from being told
-    if bench.json is not None:
-        bench.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(kernel_table(result), flush=True)
+    if bench.json is not None:
+        write_result("--json", bench.json, json.dumps(result, indent=1) + "\n")
     return 0
 
 

@@ -15,7 +15,7 @@ from egmla_megatron.report.cards import find_card
 from egmla_megatron.report.memory import parameters_of_rank
 from egmla_megatron.report.step_time import COPY_EFFICIENCY
 
-__all__ = ["RecordedStep", "recorded_steps"]
+__all__ = ["WHOLE_MASTER_WEIGHTS", "RecordedStep", "recorded_steps"]
 
 OWN_MASTER_WEIGHTS = "optimizer.fused_master_weights=false"  # of megatron-core, in all runs before speed_one_gpu.json
 # of records without the key `store_param_remainders`

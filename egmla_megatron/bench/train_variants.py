@@ -154,7 +154,7 @@ def effective(cfg: RunConfig, *, cuda: bool, reported: bool) -> RunConfig:
     bf16 = cfg.train.precision == "bf16"
     te = bf16 and te_here and parallel.implementation != "torch"
     triton = triton_here and parallel.kernels != "torch"
-    masters = optimizer.fused_master_weights and optimizer.distributed and bf16 and te_here
+    masters = cfg.masters_in_adam and te_here
     parallel = replace(
         parallel,
         implementation="te" if te else "torch",

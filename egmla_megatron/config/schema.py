@@ -234,3 +234,9 @@ class RunConfig:
         """Optimizer steps of the whole run."""
         per_step = self.train.global_batch_size * self.train.seq_length
         return self.train.steps or max(1, -(-self.train.tokens // per_step))
+
+    @property
+    def masters_in_adam(self) -> bool:
+        """Whether Adam is to keep the master weights, where it is Transformer Engine's; the device then decides."""
+        optimizer = self.optimizer
+        return optimizer.fused_master_weights and optimizer.distributed and self.train.precision == "bf16"

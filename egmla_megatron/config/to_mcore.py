@@ -202,5 +202,6 @@ def optimizer_config(cfg: RunConfig) -> OptimizerConfig:
 
 def fused_master_weights(cfg: RunConfig) -> bool:
     """Whether the settings ask for it and Transformer Engine, whose optimizer megatron-core then takes, is there."""
-    wanted = cfg.optimizer.fused_master_weights and cfg.optimizer.distributed and cfg.train.precision == "bf16"
-    return wanted and torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+    return (
+        cfg.masters_in_adam and torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+    )

@@ -142,23 +142,18 @@ def _fp8_activations(cfg: RunConfig, tokens: int) -> float:
 def _first_adam(cfg: RunConfig, layout: Layout, dense: int, tables: int, *, te: bool) -> int:
     """Bytes beside the optimizer's states when it makes fp32 master weights: Transformer Engine's copies a parameter,
     then in fp32."""
-    if not _fused_masters(cfg, te=te) or cfg.optimizer.store_param_remainders:
+    if not (te and cfg.masters_in_adam) or cfg.optimizer.store_param_remainders:
         return 0
     embedding = cfg.model.vocab_size * cfg.model.hidden_size // layout.tp
     own_dense = min(embedding, dense // (layout.dp * layout.cp))  # the largest but for the tables, one parameter too
     return (2 + 4) * max(own_dense, tables // layout.gate_data_parallel)
 
 
-def _fused_masters(cfg: RunConfig, *, te: bool) -> bool:
-    """Whether Transformer Engine's Adam keeps the master weights."""
-    return te and cfg.optimizer.distributed and cfg.optimizer.fused_master_weights and cfg.train.element_bytes == 2
-
-
 def state_bytes(cfg: RunConfig, *, sharded: bool, te: bool) -> int:
     """Of the optimizer's state of a parameter: two fp32 moments, and a master weight unless the weight is it."""
     if cfg.train.element_bytes != 2:
         return 8
-    return 10 if sharded and _fused_masters(cfg, te=te) and cfg.optimizer.store_param_remainders else 12
+    return 10 if sharded and te and cfg.masters_in_adam and cfg.optimizer.store_param_remainders else 12
 
 
 def optimizer_bytes(cfg: RunConfig, layout: Layout, stage: int, *, sharded: bool, te: bool) -> int:

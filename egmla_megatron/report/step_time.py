@@ -76,10 +76,14 @@ def estimate_error(cfg: RunConfig) -> float:
     return ERROR_OF_GRAPHS if cfg.train.cuda_graph else ERROR_OF_EAGER
 
 
+def _within_node(each: Collective, cluster: Cluster) -> bool:
+    return each.ranks * each.stride <= cluster.gpus_per_node
+
+
 def link_seconds(each: Collective, cluster: Cluster) -> float:
     """Time of a collective: within a node over the GPU's own link, else the node's link that its GPUs share."""
     node = cluster.gpus_per_node
-    if each.ranks * each.stride <= node:
+    if _within_node(each, cluster):
         return each.sent_bytes / (cluster.gpu_gb_per_s * 1e9)
     local = max(1, min(each.ranks, node // each.stride))  # ranks of the group in a node
     if each.kind == "all_to_all":
@@ -145,7 +149,7 @@ def _of_stage(
     collectives = collectives_of_step(cfg, layout, stage)
     times = [(each, link_seconds(each, cluster)) for each in collectives]
     hidden = _hidden(cfg, times, busy)
-    inside = [(each, seconds) for each, seconds in times if each.ranks * each.stride <= cluster.gpus_per_node]
+    inside = [(each, seconds) for each, seconds in times if _within_node(each, cluster)]
     slowed = SLOWED * _hidden(cfg, inside, busy)
     network = sum(seconds for _, seconds in times)
     exposed = network - hidden
@@ -155,7 +159,7 @@ def _of_stage(
     rest = (GRAPH_HOST_MS if graph else HOST_STEP_MS) / 1e3
     host = rest if graph else count * one.host + rest
     device = count * busy + slowed + bubble + exposed + optimizer
-    if graph and _device_decides(cfg, te=te):
+    if graph and te and cfg.masters_in_adam:  # a step is launched before the gradient's norm of the last is known
         step, overlap, waits = max(device, host), min(device, host), host > device
     else:
         step, overlap, waits = device + rest, 0.0 if graph else count * min(one.device, one.host), False
@@ -168,11 +172,6 @@ def _of_stage(
     return StepTime(matrix, memory, small, host, network, exposed, bubble, overlap, step, limit)
 
 
-def _device_decides(cfg: RunConfig, *, te: bool) -> bool:
-    """Updates are launched before the gradient's norm is known, so that a graph's next step is, too."""
-    return te and cfg.optimizer.fused_master_weights and cfg.optimizer.distributed
-
-
 def _optimizer_seconds(cfg: RunConfig, layout: Layout, stage: int, card: Card, *, te: bool) -> float:
     """Of the device: gradients are zeroed, but for tables that are updated by rows, and the own part is updated. Where
     masks make micro-batches unequal, megatron-core divides all gradients by the tokens, tables' too."""
@@ -180,7 +179,7 @@ def _optimizer_seconds(cfg: RunConfig, layout: Layout, stage: int, card: Card, *
     dense, tables = parameters_of_rank(cfg, layout, stage)
     division = 2 * wide * (dense + tables) / bandwidth if cfg.data.eod_mask_loss else 0.0
     own = _updated_parameters(cfg, layout, stage)
-    if not _device_decides(cfg, te=te):
+    if not (te and cfg.masters_in_adam):
         return division + (wide * (dense + tables) + OPTIMIZER_BYTES * own) / bandwidth
     by_rows = 0.0
     if cfg.optimizer.deferred_table_updates and layout.gate_data_parallel == 1:

@@ -19,9 +19,9 @@ from egmla_megatron.report.cards import Card, find_card, find_cluster
 from egmla_megatron.report.memory import Memory, memory_per_rank, unique_fraction, worst_stage
 from egmla_megatron.report.plan import Hardware, make_search
 from egmla_megatron.report.show_plan import format_search
+from tests.recorded_steps import WHOLE_MASTER_WEIGHTS
 from tests.tiny import tiny_run
 
-WHOLE = "optimizer.store_param_remainders=false"  # master weights in all records so far
 BEFORE = ["parallel.unique_ids=false"]  # runs before distinct ids and kernels
 NO_OVERLAP = ["parallel.overlap_param_gather=false", "parallel.overlap_grad_reduce=false"]
 TWO = {  # name of a run in layouts_two_gpus.json without the implementation -> settings
@@ -40,7 +40,7 @@ def _predicted_mib(
     config: str, ranks: int, overrides: list[str], *, te: bool, triton: bool, copied: bool = True
 ) -> float:
     """Of the worst stage; `copied`: when cross-entropy still copied the logits."""
-    cfg = load_config(config, [f"train.global_batch_size={8 * max(ranks, 2)}", WHOLE, *overrides])
+    cfg = load_config(config, [f"train.global_batch_size={8 * max(ranks, 2)}", WHOLE_MASTER_WEIGHTS, *overrides])
     layout = check_config(cfg, ranks)
     stages = [memory_per_rank(cfg, layout, stage, te=te, triton=triton) for stage in range(layout.pp)]
     assert max(each.total for each in stages) == worst_stage(cfg, layout, te=te, triton=triton)[1].total

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from egmla_megatron.bench.roofline.sizes import BESIDE, Linear, Sizes
+from egmla_megatron.bench.roofline.sizes import Linear, Sizes
 
 __all__ = [
     "Cost",
@@ -82,7 +82,7 @@ def linear_output(linear: Linear, sizes: Sizes) -> Cost:
 def linear_input_gradient(linear: Linear, sizes: Sizes) -> Cost:
     """dy W, as many elements as x W^T; added to the gradient of another reader of x, which is then read and written."""
     plain = linear_output(linear, sizes)
-    others = linear.rows * linear.inputs if linear.name == BESIDE and sizes.one_gradient else 0
+    others = linear.rows * linear.inputs if linear.beside else 0
     return Cost(plain.bytes + sizes.element_bytes * others, plain.flops)
 
 

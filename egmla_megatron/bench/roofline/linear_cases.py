@@ -11,7 +11,7 @@ from torch import Tensor
 from egmla_megatron.attention.main_gradient import put_product
 from egmla_megatron.bench.roofline import cost
 from egmla_megatron.bench.roofline.case import Buffers, Call, Case
-from egmla_megatron.bench.roofline.sizes import BESIDE, Linear, Sizes, linears
+from egmla_megatron.bench.roofline.sizes import Linear, Sizes, linears
 
 __all__ = ["linear_cases"]
 
@@ -92,7 +92,7 @@ def _cases_of(linear: Linear, sizes: Sizes, gemms: _Gemms, buffers: Buffers) -> 
         return prepare
 
     input_gradient = call(gemms.input_gradient, dy_MN, w_NK)
-    if linear.name == BESIDE and sizes.one_gradient:
+    if linear.beside:
         input_gradient = call(lambda others_MK, dy_MN, w_NK: others_MK.addmm_(dy_MN, w_NK), x_MK, dy_MN, w_NK)
     weight_gradient = call(gemms.weight_gradient, dy_MN, x_MK)
     if linear.in_layer and sizes.gradients_in_layers:

@@ -8,10 +8,7 @@ from egmla_megatron.attention.gate_ids import padded_size
 from egmla_megatron.attention.head_sizes import HeadSizes
 from egmla_megatron.config.schema import ModelConfig, RunConfig
 
-__all__ = ["BESIDE", "Linear", "Sizes", "linears", "sizes_of"]
-
-
-BESIDE = "kv down-projection"  # with `Sizes.one_gradient` it reads what q reads, too
+__all__ = ["Linear", "Sizes", "linears", "sizes_of"]
 
 
 @dataclass(frozen=True)
@@ -69,6 +66,7 @@ class Linear:
     outputs: int
     in_layer: bool  # of the blocks
     by_torch: bool = False  # else by the implementation's linear layers
+    beside: bool = False  # its input gradient is added to that of another reader of x
 
 
 def sizes_of(cfg: RunConfig, distinct_fraction: float, *, gradients_in_layers: bool) -> Sizes:
@@ -101,16 +99,17 @@ def linears(sizes: Sizes) -> list[Linear]:
     if q_rank:
         found = [("q down-projection", tokens, hidden, q_rank), ("q up-projection", tokens, q_rank, sizes.key_width)]
     found += [
-        (BESIDE, tokens, hidden, down),
+        ("kv down-projection", tokens, hidden, down),
         ("kv up-projection", tokens, model.kv_lora_rank, sizes.kv_width),
         ("gate projection", sizes.rows, model.kv_emb_dim, sizes.kv_width),
         ("output projection", tokens, sizes.value_width, hidden),
         ("MLP gate and up", tokens, hidden, 2 * model.intermediate_size),
         ("MLP down", tokens, model.intermediate_size, hidden),
     ]
-    by_torch = {"gate projection"} | ({BESIDE} if sizes.one_gradient else set())
+    beside = {"kv down-projection"} if sizes.one_gradient else set()
+    by_torch = {"gate projection", *beside}
     in_layers = [
-        Linear(name, layers, rows, inputs, outputs, in_layer=True, by_torch=name in by_torch)
+        Linear(name, layers, rows, inputs, outputs, in_layer=True, by_torch=name in by_torch, beside=name in beside)
         for name, rows, inputs, outputs in found
         if name != "gate projection" or model.gated
     ]
